@@ -18,7 +18,7 @@ from prime_hpc.store.messaging.json_lines import parse_address
 from prime_hpc.store.messaging.network import Network, route_to
 
 URL, MODEL, KEY = VARIABLES = ("JUDGE_URL", "JUDGE_MODEL", "JUDGE_API_KEY")
-"""What rewards read: `http://host:port/v1`, the model's name there, the bearer token."""
+"""Environment variables that rewards read: `http://host:port/v1`, the model's name there, the bearer token."""
 
 
 async def open_judge(

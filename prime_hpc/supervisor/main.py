@@ -282,9 +282,7 @@ def _prepare(
     patience(lambda: close_crashed_attempts(experiment, run_dir, paths, allocation))
     served = experiment
     if patience(lambda: is_all_played(experiment, run_dir)):
-        served = experiment.model_copy(
-            update={"inference": None, "judge_inference": None}
-        )  # nobody would ask the engines
+        served = experiment.model_copy(update={"inference": None, "judge_inference": None})  # nobody would ask them
     if allocation is None:
         specs, urls = place(served, run_dir, environment)
         held = held_by_roles(specs)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
-from prime_hpc.config.sections.trainer import EntropyConfig, LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import EntropyConfig, LossConfig, OptimConfig, TrainerConfig
 from prime_hpc.orchestrator.batching.batch_builder import zero_groups
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
@@ -48,8 +48,8 @@ def build(group: None, model: Path) -> Callable[..., TrainStep]:
         config = ModelConfig(name=str(model), dtype="float32")
         policy = load_policy(config, model, parallel, CPU, reshard_after_forward=True, chunk_tokens=8)
         return TrainStep(
-            policy, build_optimizer(policy, section), optim=section, scheduler=SchedulerConfig(), max_steps=99,
-            normalize="token", reshard=True, device=CPU, peak_flops=1.0, top_entropy=top,
+            policy, build_optimizer(policy, section), TrainerConfig(optim=section, no_sync=False), max_steps=99,
+            normalize="token", device=CPU, peak_flops=1.0, top_entropy=top,
             entropy=None if entropy is None else EntropyBonus(entropy),
         )  # fmt: skip
 

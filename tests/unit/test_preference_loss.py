@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.sft import PreferenceConfig
-from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import TrainerConfig
 from prime_hpc.trainer.batching.micro_batches import batch_facts, build_rank_batch
 from prime_hpc.trainer.data.reference import attach
 from prime_hpc.trainer.model.load_policy import load_policy
@@ -130,16 +130,16 @@ def pairs_of(num: int) -> tuple[list[Any], list[Any], np.ndarray[Any, Any]]:
     return ids, masks, -rng.uniform(5, 30, (num, 2))
 
 
-def step_of(folder: Path, **options: Any) -> TrainStep:
+def step_of(folder: Path, row_tokens: int = 0, *, share_prefixes: bool = True) -> TrainStep:
     policy = load_policy(
         ModelConfig(name=str(folder), dtype="float32"), folder, build_parallel(ParallelDims(dp_shard=1), "cpu"),
         torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512,
     )  # fmt: skip
-    optim = OptimConfig()
+    config = TrainerConfig(no_sync=False, share_prefixes=share_prefixes)
     return TrainStep(
-        policy, build_optimizer(policy, optim), optim=optim, scheduler=SchedulerConfig(), max_steps=9,
-        normalize="sequence", reshard=True, device=torch.device("cpu"), peak_flops=1.0, with_entropy=False, together=2,
-        **options,
+        policy, build_optimizer(policy, config.optim), config, max_steps=9,
+        normalize="sequence", device=torch.device("cpu"), peak_flops=1.0, with_entropy=False, together=2,
+        row_tokens=row_tokens,
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_a_model_learns_what_the_formula_says(group: None, tmp_path: Path, layou
     expected, facts = by_hand(config, sides, reference.ravel())
     expected.backward()
 
-    train_step = step_of(folder, share_prefixes=layout == "packed", row_tokens=40)
+    train_step = step_of(folder, 40, share_prefixes=layout == "packed")
     train_step.policy.single_rows = layout == "a row a side"
     micros = [[2 * i, 2 * i + 1] for i in range(4)] if layout == "a pair a micro-batch" else [list(range(8))]
     batch = build_rank_batch(micros, ids, masks)

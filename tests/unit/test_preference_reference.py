@@ -42,7 +42,7 @@ class Told:
     def __init__(self, folder: Path, stops_after: int = 99) -> None:
         self.said: list[dict[str, Any]] = []
         self.control, self.rank, self.world_size = RankGroup(), 0, 1
-        self.train_step = step_of(folder, row_tokens=64)
+        self.train_step = step_of(folder, 64)
         self.status = SimpleNamespace(ready=lambda **info: self.said.append(info))
         self.bus, self.num_asked, self.stops_after = self, 0, stops_after
         self.num_computed = 0

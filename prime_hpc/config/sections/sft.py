@@ -69,7 +69,7 @@ class SFTSourceConfig(Section):
 
     @property
     def holds_pairs(self) -> bool:
-        """Whether rows are preferences (`sft.preference`)."""
+        """Tell whether rows are preferences (`sft.preference`)."""
         return self._holds_pairs
 
     @property

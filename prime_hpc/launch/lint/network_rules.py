@@ -68,7 +68,7 @@ def port_ranges(subject: Subject) -> Iterator[Finding]:
         )
     for group in subject.placement.groups:
         port = stated_port(subject.experiment, subject.placement, group)
-        if port is not None and port not in within:
+        if group.role in ENGINE_ROLES and port is not None and port not in within:
             yield Finding.warning(
                 "PH327",
                 f"{SECTIONS[group.role]}.server.port",

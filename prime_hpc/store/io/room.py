@@ -66,7 +66,7 @@ class RoomWait:
 
     @property
     def has_room(self) -> bool:
-        """Whether a next try is worth it: as much is free as it takes, or nobody can tell, as of a quota."""
+        """Tell whether a next try is worth it: as much is free as it takes, or nobody can tell, as of a quota."""
         try:
             return free_bytes(self._where) >= self._needs
         except OSError:

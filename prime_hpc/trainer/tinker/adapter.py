@@ -86,7 +86,8 @@ class Adapter:
         trained = [p for name, p in named.items() if _is_trained(name, shape)]
         self._trained: list[torch.Tensor] = list(trained)
         # Adam's own parameters and the losses come with each step
-        config = TrainerConfig(reshard_after_forward=experiment.trainer.reshard_after_forward, share_prefixes=False)
+        reshard = experiment.trainer.reshard_after_forward
+        config = TrainerConfig(reshard_after_forward=reshard, share_prefixes=False, no_sync=False)
         self._optimizer = build_optimizer(policy, config.optim, trained)
         self._train_step = TrainStep(
             policy,
