@@ -62,7 +62,7 @@ from prime_hpc.supervisor.attempt.fence import EXIT_GONE
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, decide_for, mode_of_run, return_to_queue
-from prime_hpc.supervisor.attempt.start import await_made, begin_attempt, run_paths
+from prime_hpc.supervisor.attempt.start import await_made, begin_attempt, refuse_full, run_paths
 from prime_hpc.supervisor.attempt.successor import require_successor
 from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.roles import ports
@@ -315,15 +315,15 @@ def _prepare(
             environment |= _how_agents_return(allocation, environment, mode, num_nodes, are_avoided(experiment, site))
         if experiment.slurm.waits:
             await_made(experiment)
+        wanted = allocation.by_slurm and (experiment.slurm.preflight.enabled or site.container is not None)
+        patience(lambda: refuse_full(run_dir, experiment.slurm.preflight.min_free_gib if wanted else 0.0))
         attempt = begin_attempt(
             experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts, patience=patience
         )
         if allocation.restarts:
             cancel_stale_steps(allocation)
         logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
-        log_dir = run_dir / "logs" / f"attempt_{attempt.attempt}"
-        wanted = allocation.by_slurm and (experiment.slurm.preflight.enabled or site.container is not None)
-        checkup = Checkup(experiment, steps, own, log_dir) if wanted else None
+        checkup = Checkup(experiment, steps, own, run_dir / "logs" / f"attempt_{attempt.attempt}") if wanted else None
     attempt.allocated = held or held_by_roles(specs)  # of pods nobody but their roles tells
     environment |= _keys(experiment)
     stated = experiment.network if allocation is None else experiment.network.over(site.network)

@@ -25,6 +25,7 @@ from prime_hpc.store.io.room import RoomWait, takes
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from prime_hpc.supervisor.attempt import start
 from prime_hpc.supervisor.server_loads import doing
 from prime_hpc.supervisor.stalls.diagnose import diagnose
 from prime_hpc.trainer.rank_group import RankGroup
@@ -196,3 +197,15 @@ def test_parts_of_a_process_are_blocked_each_by_itself(monkeypatch: pytest.Monke
     thread.start()
     thread.join()
     assert seen == ["no room for a", "no room for a; no room for b", "no room for b", ""]
+
+
+def test_a_job_waits_for_the_room_that_its_preflight_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every node is refused, and the attempt counts as one that crashed."""
+    free = [1 << 20, 1 << 20, 3 << 30]
+    monkeypatch.setattr(start.disk, "free_bytes", lambda path: free.pop(0))
+    Patience(60, sleep=lambda seconds: None)(lambda: start.refuse_full(tmp_path, 2.0))
+    assert not free
+    monkeypatch.setattr(start.disk, "free_bytes", lambda path: 1 << 20)
+    with pytest.raises(NoRoom, match=r"1\.0 MiB free, 2 GiB are needed \(slurm\.preflight\.min_free_gib\)"):
+        start.refuse_full(tmp_path, 2.0)
+    start.refuse_full(tmp_path, 0.0)

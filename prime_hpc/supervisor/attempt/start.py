@@ -20,7 +20,7 @@ from prime_hpc.store.checkpoint.rollback import rewind
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.dataset.files import NothingThereError, find_data
 from prime_hpc.store.errors import FencedError, NoRoom, StoreError, Unreadable
-from prime_hpc.store.io import files
+from prime_hpc.store.io import disk, files
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.model.config import is_local_path
 from prime_hpc.store.run_dirs import AttemptRow
@@ -172,6 +172,17 @@ def _earlier(paths: RunPaths) -> list[AttemptRow]:
     for row in earlier:
         refuse_held(paths.root, row)
     return earlier
+
+
+def refuse_full(run_dir: Path, min_free_gib: float) -> None:
+    """Raise NoRoom where all nodes would fail preflight for the run directory's file system. It is waited for before
+    there is an attempt, which would end as one that crashed."""
+    free = disk.free_bytes(run_dir)
+    if free != disk.UNSTATED and free < min_free_gib * 2**30:
+        raise NoRoom(
+            f"{run_dir} has {disk.size_text(free)} free, {min_free_gib:g} GiB are needed "
+            "(slurm.preflight.min_free_gib): free some space"
+        )
 
 
 def refuse_held(run_dir: Path, row: AttemptRow) -> None:
