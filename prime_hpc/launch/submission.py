@@ -233,7 +233,8 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
         why = (
             limit.words
             if limit is not None
-            else "its partition, account or QOS does not have or allow what it asks for"
+            else "its partition, account or QOS does not have or allow what it asks for, or the job that it depends on "
+            "ended otherwise"
         )
         print(
             f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): {why}. "

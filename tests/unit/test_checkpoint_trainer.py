@@ -378,6 +378,55 @@ def test_training_goes_on_without_a_checkpoint_for_which_there_is_no_room(
     assert list_steps(trainer.paths.checkpoints, digits=0) == [2, 6] and not stages(trainer.paths)
 
 
+def test_while_the_next_one_is_being_written_no_further_one_is_due(
+    group: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(model, tmp_path / "run", save_async=True)
+    saver = saver_of(trainer, is_async=True)
+    is_full, may_write = True, threading.Event()
+
+    def observe(operation: str, path: Path) -> None:
+        if operation == "write" and "checkpoints" in path.parts:
+            if is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            may_write.wait(60)
+
+    with files.observe_operations(observe):
+        trainer.step(1)
+        saver.save(1, progress={}, batch_dir=trainer.paths.rollouts_step(1))
+        saver.finish()
+        is_full, saver._config = False, None
+        monkeypatch.setattr(saver, "_again_at", 0.0)
+        trainer.step(2)
+        assert saver.is_due(2, lambda yes: yes)
+        saver.save(2, progress={}, batch_dir=trainer.paths.rollouts_step(2))
+        assert saver.in_flight == 2 and not saver.is_due(3, lambda yes: yes)
+        may_write.set()
+        saver.finish()
+    assert list_steps(trainer.paths.checkpoints, digits=0) == [2]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_checkpoint_is_deleted_because_the_file_system_answers_with_errors(
+    group: None, model: Path, tmp_path: Path, is_async: bool
+) -> None:
+    trainer = Trainer(model, tmp_path / "run", save_async=is_async, keep_last=2)
+    saver = saver_of(trainer, is_async=is_async)
+    is_broken = False
+
+    def observe(operation: str, path: Path) -> None:
+        if is_broken and operation == "write" and "checkpoints" in path.parts:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with files.observe_operations(observe):
+        for step in (1, 2, 3):
+            is_broken = step == 3
+            trainer.step(step)
+            saver.save(step, progress={}, batch_dir=trainer.paths.rollouts_step(step))
+            saver.finish()
+    assert list_steps(trainer.paths.checkpoints, digits=0) == [1, 2]
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_last_checkpoint_waits_for_room(
     group: None, model: Path, tmp_path: Path, is_async: bool, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import threading
 import time
 import urllib.error
@@ -253,3 +254,28 @@ def test_rewards_find_the_judge_in_the_environment_and_follow_it(
     finally:
         bus.close()
         hub.close()
+
+
+def test_half_an_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps({"data": [{"probs": [2.5]}]}).encode()
+    answers = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), part) for part in (body[:9], body)]
+    answers.insert(0, b"HTT")
+
+    def serve(listener: socket.socket) -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
+
+    monkeypatch.setattr("prime_hpc.envs.rows.reward_model.PAUSE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("JUDGE_URL", sockets.http_url("127.0.0.1", listener.getsockname()[1]))
+        monkeypatch.setenv("JUDGE_MODEL", "o/judge")
+        thread = threading.Thread(target=serve, args=[listener])
+        thread.start()
+        assert score([{"role": "user", "content": "2 + 2?"}]) == 2.5
+        thread.join()

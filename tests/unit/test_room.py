@@ -181,7 +181,9 @@ def test_status_and_why_tell_of_it() -> None:
     found = diagnose([seen], {})
     assert found.is_hang and found.headline() == f"trainer rank 0 on n1: {word['blocked']}"
     seen["word"] = word | {"blocked": "training goes on without a checkpoint: c: disk full"}
-    assert not diagnose([seen], {}).is_hang
+    found = diagnose([seen], {})  # who else holds the run up is still looked for
+    assert not found.is_hang and found.kind != "file system"
+    assert "trainer rank 0 on n1: training goes on without a checkpoint: c: disk full" in found.evidence
 
 
 def test_parts_of_a_process_are_blocked_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

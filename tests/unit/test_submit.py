@@ -299,7 +299,7 @@ def test_sites_defaults_in_the_environment_are_mentioned(
     assert "SBATCH_ACCOUNT" not in fake.environment_of("100")
 
 
-@pytest.mark.parametrize("reason", ["PartitionConfig", "QOSMaxNodePerJobLimit", "AssocMaxGRESPerJob", "QOSMinGRES"])
+@pytest.mark.parametrize("reason", ["PartitionConfig", "AssocMaxGRESPerJob", "QOSMinGRES", "DependencyNeverSatisfied"])
 def test_a_job_that_can_never_start_is_pointed_out(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str
 ) -> None:
@@ -311,7 +311,8 @@ def test_a_job_that_can_never_start_is_pointed_out(
 
     monkeypatch.setattr(submission, "jobs", late)
     assert submit(load(config)) == 0
-    assert f"cannot start it as it is ({reason})" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"cannot start it as it is ({reason})" in said and "the job that it depends on ended otherwise" in said
 
 
 def test_a_local_job_outlives_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ SCONTROL = """#!/bin/sh
 folder=${0%/*}
 case "$*" in
 *" job "*) cat "$folder/job" ;;
+*partition*wide*) echo "PartitionName=wide MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP" ;;
 *partition*) cat "$folder/partition" ;;
 *qos=grp*) cat "$folder/qos" ;;
 *accounts=sub*) cat "$folder/sub" ;;
@@ -125,6 +126,12 @@ def test_the_limit_that_keeps_it_out(answers: Path, reason: str, words: str, is_
     limit = limit_of(JobInfo("10", "PENDING", reason), asked=hash(answers))
     assert limit is not None and words in limit.words
     assert limit.is_for_ever is is_for_ever
+
+
+def test_of_several_partitions_one_that_takes_it_is_enough(answers: Path) -> None:
+    shown = JOB.format(account="root", qos="grp", reason="PartitionNodeLimit")
+    (answers / "job").write_text(shown.replace("Partition=cpu", "Partition=cpu,wide"))
+    assert limit_of(JobInfo("10", "PENDING", "PartitionNodeLimit"), asked=hash(answers)) is None
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ class SupervisorConfig(Section):
     is not mounted, a disk that is full) before it ends with the reason, so that the job comes back."""
     write_timeout_s: float = Field(600, ge=0)
     """How long a batch, a weight version, and the last checkpoint or one that a stop asks for, wait for room on a full
-    disk or in a quota. Other checkpoints are tried again while training goes on."""
+    disk or in a quota. Other checkpoints are tried again while training goes on. The trainer waits for a batch
+    no longer than `trainer.batch_timeout_s`, whatever holds it up."""
     recheck_s: float = Field(120, ge=0)
     """A checkpoint that is not what its manifest says is read again so many seconds later, before the run goes back to
     an older one."""

@@ -5,6 +5,7 @@ is in `$JUDGE_URL`, reads the conversation in its own chat template, without a p
 tokens beside the template's, as reward models are trained; its score is the logit of its one class.
 """
 
+import http.client
 import json
 import os
 import time
@@ -50,7 +51,7 @@ def _answer(request: urllib.request.Request) -> dict[str, Any]:
                 raise ValueError(f"the judge answered {error.code}: {said}") from error
             if time.monotonic() > end:
                 raise
-        except (OSError, ValueError):  # no answer, or half of one
+        except (OSError, ValueError, http.client.HTTPException):  # no answer, or half of one
             if time.monotonic() > end:
                 raise
         time.sleep(PAUSE_S)

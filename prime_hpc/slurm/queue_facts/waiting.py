@@ -92,7 +92,8 @@ def _look_up(job_id: str, reason: str, asked: float) -> Limit | None:
         if part is None:  # it has changed meanwhile
             return None
         if match is None:
-            return next(filter(None, (_beyond(name, part) for name in part.partition.split(","))), None)
+            beyond = [_beyond(name, part) for name in part.partition.split(",")]
+            return beyond[0] if all(beyond) else None  # it may start in another one
         holders = _associations(part) if match["holder"] == "Assoc" else _qos(part, match["per"])
         return next(filter(None, (_exceeded(name, limits, part, match) for name, limits in holders)), None)
     except (SlurmError, ValueError):

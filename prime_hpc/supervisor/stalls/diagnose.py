@@ -212,13 +212,19 @@ def _file_system(scene: _Scene, probes: Mapping[str, Row]) -> Diagnosis | None:
 
 
 def _without_room(scene: _Scene) -> Diagnosis | None:
-    """Look for processes that say that they have no room for what they write."""
-    held = [row for row in scene.speaking if row["word"].get("blocked")]
-    told = [f"{label(row, scene.rows)} on {row['host']}: {row['word']['blocked']}" for row in held]
-    is_hang = any(WAITS in row["word"]["blocked"] for row in held)  # else it goes on without, as the trainer does
+    """Look for processes that wait for room for what they write. Of one that goes on without, as the trainer does
+    without a checkpoint, a note is made: it holds nobody up, whoever else does."""
+    held = {True: list[tuple[Row, str]](), False: list[tuple[Row, str]]()}
+    for row in scene.speaking:
+        if why := row["word"].get("blocked"):
+            held[WAITS in why].append((row, f"{label(row, scene.rows)} on {row['host']}: {why}"))
+    scene.notes += [text for _, text in held[False]]
+    if not held[True]:
+        return None
+    (first, text), *others = held[True]
     advice = "free space, or have the quota raised: it goes on by itself (supervisor.write_timeout_s)"
-    more = {"is_hang": is_hang, "evidence": told[1:8], "chain": _waiting_chain(scene), "advice": advice}
-    return scene.made(held[0], "file system", told[0], **more) if held else None
+    more = {"evidence": [text for _, text in others[:7]], "chain": _waiting_chain(scene), "advice": advice}
+    return scene.made(first, "file system", text, **more)
 
 
 def _silent(scene: _Scene, silent: Collection[str]) -> Diagnosis | None:

@@ -143,10 +143,15 @@ class Saver:
             if self.in_flight is not None:
                 self.checkpointer.finish()
                 self._take_note()
-        except (NoRoom, Unreadable):
+        except (NoRoom, Unreadable) as error:
             self.saved_step = None
-            self._ranks.from_first(self.checkpointer.make_room)
+            self._free(error)
             raise
+
+    def _free(self, error: NoRoom | Unreadable) -> bool:
+        """Where it is room that lacks, delete what retention gives up with the next checkpoint; returns whether there
+        was something. Of a file system that answers with errors nothing is deleted."""
+        return isinstance(error, NoRoom) and self._ranks.from_first(self.checkpointer.make_room)
 
     def _begin(self, step: int, progress: dict[str, int], batch_dir: Path | None) -> None:
         if self.saved_step != step and step:
@@ -156,7 +161,7 @@ class Saver:
                 self.finish()
             self._newest = step
             self.checkpointer.save(step, progress=progress, batch_dir=batch_dir)
-            self.saved_step = step
+            self.saved_step, self._again_at = step, None
             if self._schedule is not None:
                 self._schedule.began()
         self._answered_ids, self._waiting_ids = self._answered_ids + self._waiting_ids, []
@@ -173,7 +178,7 @@ class Saver:
         except (NoRoom, Unreadable) as error:
             step, self.saved_step = self._newest, None
             self._waiting_ids, self._answered_ids = self._answered_ids + self._waiting_ids, []
-            is_freed = self._ranks.from_first(self.checkpointer.make_room)
+            is_freed = self._free(error)
             self._again_at = time.monotonic() + (0.0 if is_freed else RETRY_S)
             if self._ranks.rank == 0:
                 how = "retention has freed some: " if is_freed else ""
