@@ -73,7 +73,11 @@ def _has_references(trainer: Trainer, data: FakeData | RealData, held_out: HeldO
     read = partial(References, trainer.paths.reference_sums, trainer.source)
     references = trainer.control.from_first(read, OF_FILES)
     held = held_out.references(references) if held_out is not None else []
-    if not fill(trainer, references, [data.references(references), *held]):
+    step, info = 0, trainer.chosen_checkpoint()
+    if info is not None:  # rows are computed from there on
+        step, progress = info.step, info.manifest.meta.get("progress") or {}
+        data.start(progress)
+    if not fill(trainer, references, [data.references(references, step), *held]):
         return False
     if held_out is not None:
         held_out.attach([table for table, _ in held])

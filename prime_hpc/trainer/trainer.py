@@ -20,6 +20,7 @@ from prime_hpc.store.artifact import Manifest, if_removable
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch_archive import RolloutArchiver
 from prime_hpc.store.batches import prune_batches
+from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
 from prime_hpc.store.io.room import RoomWait
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.store.messaging.run_bus import Bus
@@ -143,13 +144,18 @@ class Trainer:
         asked = self.bus.latest("stop") is not None or self.saver.is_asked
         return asked or self.saver.checkpointer.has_ended or (self.beside is not None and self.beside.has_ended)
 
+    def chosen_checkpoint(self) -> CheckpointInfo | None:
+        """Return the checkpoint that this attempt resumes from; None: a fresh start. Collective. Errors as of
+        `resume`."""
+        choose = partial(checkpoint_to_resume, self.experiment, self.paths, self.context.resume_step)
+        return self.control.from_first(choose, OF_FILES)
+
     def resume(self) -> tuple[int, dict[str, int]]:
         """Load the checkpoint that this attempt resumes from. Collective.
         Returns the step it holds (0 for a fresh start) and its progress.
         Raises StoreError: it does not exist or is damaged (lists those that are), or what comes after it cannot be
         moved. Raises ConfigError: it is beyond the last step, as whose version its weights would be published."""
-        chosen = self.context.resume_step
-        info = self.control.from_first(partial(checkpoint_to_resume, self.experiment, self.paths, chosen), OF_FILES)
+        chosen, info = self.context.resume_step, self.chosen_checkpoint()
         if info is None:
             return 0, {}
         last = self.experiment.num_steps

@@ -1,5 +1,6 @@
 """The starting weights' log-probabilities of pairs: computed once, kept when a pass is interrupted, never changed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ import torch
 
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
+from prime_hpc.trainer.data.build import RealData
 from prime_hpc.trainer.data.messages import SFTDataError
-from prime_hpc.trainer.data.reference import References, attach, fill
+from prime_hpc.trainer.data.reference import References, _contents, attach, fill
+from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample
+from prime_hpc.trainer.data.stream import BatchShape, Position, RowOrder, SampleStream
 from prime_hpc.trainer.rank_group import RankGroup
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.test_preference_loss import pairs_of, step_of
@@ -64,7 +68,7 @@ def test_a_pass_goes_on_where_it_was_interrupted(group: None, tmp_path: Path) ->
     assert fill(trainer, references, [(table, batches())]) is False
     assert trainer.num_computed == 2 and trainer.said[0]["idle"] is True
     kept = References(file, folder).table(RECIPE, rows_of(), 3)
-    assert np.isnan(kept[4:]).all() and (kept[:4] < 0).all()
+    assert np.isnan(kept[4:]).all() and (kept[:4, :2] < 0).all()
     ids, masks, _ = pairs_of(6)
     for row in range(4):
         for side in range(2):
@@ -87,10 +91,29 @@ def test_what_is_known_of_a_batch_is_not_changed(group: None, tmp_path: Path) ->
     folder = make_tiny_model(tmp_path / "model")
     references = References(tmp_path / "reference.npz", folder)
     table = references.table(RECIPE, rows_of(), 3)
-    table[0] = -1.25, -2.5
+    known = -1.25, -2.5, _contents(batches()[0])[0]
+    table[0] = known
     trainer: Any = Told(folder)
     assert fill(trainer, references, [(table, batches())])
-    assert table[0].tolist() == [-1.25, -2.5] and not np.isnan(table).any()
+    assert tuple(table[0]) == known and not np.isnan(table).any()
+
+
+def test_a_row_that_reads_otherwise_now_is_computed_again(group: None, tmp_path: Path) -> None:
+    """Sides that were swapped leave a file's lines as long as they were."""
+    folder = make_tiny_model(tmp_path / "model")
+    trainer: Any = Told(folder)
+    table = References(tmp_path / "reference.npz", folder).table(RECIPE, rows_of(), 3)
+    ids, masks, _ = pairs_of(2)
+    swapped = build_rank_batch([[0, 1, 2, 3]], [ids[i] for i in (1, 0, 2, 3)], [masks[i] for i in (1, 0, 2, 3)])
+    swapped = replace(swapped, sample_ids=np.array([0, 0, 1, 1]))
+    assert fill(trainer, References(tmp_path / "reference.npz", folder), [(table, batches(2))])
+    before = table.copy()
+    with pytest.raises(SFTDataError, match="row 1 has no reference"):
+        attach(swapped, table)
+    assert fill(trainer, References(tmp_path / "reference.npz", folder), [(table, [swapped])])
+    assert table[0, :2] == pytest.approx(before[0, 1::-1]) and (table[1] == before[1]).all()
+    sums = attach(swapped, table).reference_sums
+    assert sums is not None and sums.tolist() == table[:2, :2].ravel().tolist()
 
 
 def test_other_rows_weights_or_seq_len_are_other_tables(tmp_path: Path) -> None:
@@ -109,6 +132,29 @@ def test_other_rows_weights_or_seq_len_are_other_tables(tmp_path: Path) -> None:
         assert np.isnan(tables.table(recipe, rows, made_by)).all()
 
 
+def test_a_resumed_run_computes_what_it_will_train_from_there_on() -> None:
+    """Its batches may be smaller than those before, its rows more."""
+    order, side = RowOrder(10, seed=0, shuffle=True), SFTSample(np.arange(3, dtype=np.int32), np.arange(3) > 1)
+
+    def tokenise(rows: Sequence[int]) -> list[RowResult]:
+        return [RowResult([SFTSample.pair([side, side])], RowCounts(rows=1)) for _ in rows]
+
+    def stream(order: RowOrder, last_row: int | None) -> SampleStream:
+        shape, ranks = BatchShape(2, None, 64), RankGroup()
+        return SampleStream(tokenise, order, shape, ranks, share=0, num_shares=1, last_row=last_row)
+
+    def ahead(row: int, step: int, most: int, last_row: int | None = None) -> list[int]:
+        at = SimpleNamespace(last_row=last_row, position=Position(row=row))
+        data: Any = SimpleNamespace(_new_order=lambda: order, _stream=at, _most_steps=most, _new_stream=stream)
+        return [row for batch in RealData._rows_ahead(data, step) for row in batch.sample_ids[::2].tolist()]
+
+    places = [order.row_at(place) for place in range(20)]
+    assert ahead(6, 2, 7) == places[6:16]
+    assert ahead(0, 0, 99) == ahead(0, 0, 0, last_row=30) == places[:10]  # others need not be looked at
+    assert ahead(5, 1, 99) == places[5:] and set(places[5:]) == set(range(10))
+    assert ahead(7, 3, 0, last_row=12) == places[7:12] and ahead(4, 9, 9) == []
+
+
 def test_a_broken_file_is_made_again(tmp_path: Path) -> None:
     folder, file = make_tiny_model(tmp_path / "model"), tmp_path / "reference.npz"
     for content in (b"", b"no zip", b"PK\x03\x04 cut"):
@@ -117,7 +163,8 @@ def test_a_broken_file_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_row_without_a_reference_is_named() -> None:
-    table = np.full((6, 2), -1.0)
+    table = np.full((6, 3), -1.0)
+    table[:4, 2] = np.concatenate([_contents(batch) for batch in batches(4)])
     table[1] = np.nan
     with pytest.raises(SFTDataError, match="row 2 has no reference"):
         attach(batches()[0], table)

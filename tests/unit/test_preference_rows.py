@@ -111,6 +111,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a missing column": ({"prompt": "add", "chosen": "number"}, "sft.preference needs `chosen` and `rejected`"),
     "rows of plain SFT": ({"prompt": "add", "completion": "number"}, "rows of single replies train without sft.pref"),
     "a wrong message": ({"prompt": "add", "chosen": [{"x": 1}], "rejected": [BAD]}, "`chosen` is empty"),
+    "a prompt in one side": (
+        {"prompt": "add", "chosen": [USER, GOOD], "rejected": [BAD]},
+        "`rejected` does not: state",
+    ),
+    "a message in the other's content": (
+        {"prompt": "add", "chosen": [{**GOOD, "content": [GOOD]}], "rejected": [BAD]},
+        "`chosen`: a content part has no",
+    ),
+    "a part without a word": (
+        {"prompt": "add", "chosen": [{**GOOD, "content": [{"type": "text", "text": ""}]}], "rejected": [BAD]},
+        "`chosen` is empty",
+    ),
     "no row": ([1], "expected a JSON object"),
 }
 

@@ -182,6 +182,17 @@ def test_rows_of_text_are_trained_whole(tokenizer: Any, chat: ChatTokenizer) -> 
     assert "expected `text` as a string" in refusal({"text": 3}, chat)
 
 
+def test_a_message_that_lies_in_the_content_of_another_is_refused(chat: ChatTokenizer) -> None:
+    inner = {"role": "assistant", "content": "number"}
+    for part in (inner, {"type": "text", "content": "number"}):
+        talk = [{"role": "user", "content": "add"}, {"role": "assistant", "content": [part]}]
+        assert "a content part has no `text`" in refusal({"messages": talk}, chat)
+    for part in ({"type": "text", "text": "number"}, {"text": "number"}):
+        result({"messages": [{"role": "user", "content": [part]}, inner]}, chat)
+    empty = {"type": "text", "text": None}
+    assert not result({"messages": [{"role": "user", "content": [empty]}, inner]}, chat).error
+
+
 def test_half_a_character_in_plain_text_is_refused(tokenizer: Any) -> None:
     chat = ChatTokenizer(tokenizer, chat_template="none")
     assert "half a character" in refusal({"prompt": "my \udc00", "completion": "number"}, chat)

@@ -8,6 +8,7 @@ data.close()
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,7 @@ class FakeData:
         )
         self._position += self._shape.batch_size
         if self._sides > 1:
-            batch = attach(batch, np.zeros((self._shape.batch_size, self._sides)))
+            batch = replace(batch, reference_sums=np.zeros(batch.num_sequences))
         return batch, {"num_samples": self._position}
 
     def close(self) -> None:
@@ -126,18 +127,20 @@ class RealData:
             if isinstance(self._order, MixedOrder):
                 logger.info(self._order.words(config.paths))
 
-    def references(self, references: References) -> tuple[NDArray[np.float64], Iterator[RankBatch]]:
+    def references(self, references: References, step: int = 0) -> tuple[NDArray[np.float64], Iterator[RankBatch]]:
         """Have batches of pairs carry the reference's sums; returns their table and, to compute what it lacks, the
-        batches of all rows that will be trained."""
+        batches of all rows that will be trained after `step`, from where `start` has put the stream."""
         self._sums = references.table(self._recipe, self._rows, self._made_by)
-        return self._sums, self._each_row_once()
+        return self._sums, self._rows_ahead(step)
 
-    def _each_row_once(self) -> Iterator[RankBatch]:
-        order, last_row = self._new_order(), self._stream.last_row
-        most = None if last_row is not None else self._most_steps
-        if not isinstance(order, MixedOrder):  # whose second epoch holds other rows than its first
-            last_row = min(order.num_rows, last_row or order.num_rows)
+    def _rows_ahead(self, step: int) -> Iterator[RankBatch]:
+        order, last_row, position = self._new_order(), self._stream.last_row, self._stream.position
+        most = None if last_row is not None else max(0, self._most_steps - step)
+        if not isinstance(order, MixedOrder):  # whose next epoch holds other rows than one that was whole
+            whole = (-(-position.row // order.num_rows) + 1) * order.num_rows
+            last_row = min(whole, last_row or whole)
         stream = self._new_stream(order, last_row)
+        stream.start(position)
         for _ in itertools.count() if most is None else range(most):
             if (batch := stream.next()) is None:
                 return

@@ -220,6 +220,11 @@ def _content(content: Any) -> str | list[dict[str, Any]]:
     kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
     if other := sorted({str(kind) for kind in kinds if kind not in ("text", *IMAGE_PARTS)}):
         raise SFTDataError(f"content parts of type {', '.join(other)}: only text and images can be trained on")
+    for part, kind in zip(content, kinds, strict=True):
+        if kind == "text" and part.get("text") is None and any(part[key] is not None for key in part.keys() - {"type"}):
+            raise SFTDataError(
+                f"a content part has no `text`: is a message nested in another's content? Got {part!r:.120}"
+            )
     texts = [{"type": "text", "text": part.get("text") or ""} for part in content]
     if wrong := [part["text"] for part in texts if not isinstance(part["text"], str)]:
         raise SFTDataError(f"expected `text` of a content part as a string, got {wrong[0]!r:.120}")

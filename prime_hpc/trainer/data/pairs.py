@@ -34,11 +34,15 @@ def parse_pair(
         raise SFTDataError(f"`{names[0]}` and `{names[1]}` are equal: such a pair teaches nothing")
     prompt_name = source.columns.get("prompt", "prompt")
     prompt = row.get(prompt_name)
-    if all(isinstance(side, list) and _begins_with_prompt(side) for side in sides):
+    begins = [isinstance(side, list) and _begins_with_prompt(side) for side in sides]
+    if all(begins):
         cut = next((i for i, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
         if not cut:
             raise SFTDataError(f"`{names[0]}` and `{names[1]}` do not begin with the same message: what is the prompt?")
         prompt, sides = sides[0][:cut], [side[cut:] for side in sides]
+    elif any(begins):
+        whole, reply = names if begins[0] else names[::-1]
+        raise SFTDataError(f"`{whole}` begins with the prompt and `{reply}` does not: state both alike")
     elif prompt is None and all(isinstance(side, str) for side in sides):
         return _plain(sides, names)
     elif prompt in (None, "", []):
@@ -81,6 +85,8 @@ def _is_empty(side: str | list[Any]) -> bool:
         return not side.strip()
     last = side[-1] if side and isinstance(side[-1], dict) else {}
     content = last.get("content") or last.get("value") or last.get("tool_calls") or last.get("function_call")
+    if isinstance(content, list):
+        content = [part for part in content if not isinstance(part, dict) or part.get("text", part)]
     return not (content.strip() if isinstance(content, str) else content)
 
 

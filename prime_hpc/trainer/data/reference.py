@@ -4,8 +4,8 @@
 
 They do not change while training does, so the reference takes no memory beside the policy, and no time in a step. The
 file stays with the run: a resumed run compares with the same numbers to the last bit, on however many ranks. What it
-does not hold yet (a pass that was interrupted, a run that is made longer) is computed before a checkpoint is loaded,
-while the policy has those weights still; under an adapter the adapter is left out.
+does not hold yet (a pass that was interrupted, a run that is made longer, a row that reads otherwise now) is computed
+before a checkpoint is loaded, while the policy has those weights still; under an adapter the adapter is left out.
 """
 
 import time
@@ -13,11 +13,13 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import xxhash
 from loguru import logger
 from numpy.typing import NDArray
 
@@ -38,7 +40,8 @@ _KEEP_S, _TELL_S = 600.0, 60.0
 
 
 class References:
-    """The summed log-probabilities, float64[rows, 2] of every source of rows, NaN where none is known."""
+    """The log-probabilities, float64[rows, 3] of every source of rows: both sides' sums, and of which tokens they are
+    (`_contents`); NaN where none is known."""
 
     def __init__(self, file: Path, model: Path) -> None:
         """Read what a run's file holds: nothing where there is none, or a broken one.
@@ -63,7 +66,7 @@ class References:
         """Return the table of a source's rows, of what makes samples of them, and of the weights.
         `made_by`: fingerprint of tokenizer and template."""
         key = fingerprint_of(rows.fingerprint, made_by, *recipe.makes, self._weights)
-        return self._tables.setdefault(f"{key:016x}", np.full((rows.num_rows, 2), np.nan))
+        return self._tables.setdefault(f"{key:016x}", np.full((rows.num_rows, 3), np.nan))
 
     def write(self) -> None:
         """Keep it. Raises StoreError: the disk is full, not writable or broken."""
@@ -73,10 +76,22 @@ class References:
 
 def attach(batch: RankBatch, table: NDArray[np.float64]) -> RankBatch:
     """Return a batch of pairs with the reference's sums. Raises SFTDataError: those of a row are not known."""
-    sums = table[batch.sample_ids, np.arange(batch.num_sequences) % 2]
-    if missing := batch.sample_ids[np.isnan(sums)].tolist():
+    rows = batch.sample_ids[::2]
+    if missing := rows[_lacks(table, batch)].tolist():
         raise SFTDataError(f"row {missing[0] + 1} has no reference log-probability: do the data change meanwhile?")
-    return replace(batch, reference_sums=sums)
+    return replace(batch, reference_sums=table[rows, :2].ravel())
+
+
+def _contents(batch: RankBatch) -> NDArray[np.float64]:
+    """[rows], of each pair a number that says what its tokens are: other data may have lines as long as these."""
+    parts = [slice(*ends) for ends in pairwise(batch.seq_offsets[::2].tolist())]
+    texts = (batch.token_ids[part].tobytes() + batch.loss_mask[part].tobytes() for part in parts)
+    return np.array([xxhash.xxh3_64_intdigest(text) >> 12 for text in texts], np.float64)  # 52 bits: exact
+
+
+def _lacks(table: NDArray[np.float64], batch: RankBatch) -> NDArray[np.bool_]:
+    """[rows], whether a table has nothing of a pair as it is tokenised now."""
+    return table[batch.sample_ids[::2], 2] != _contents(batch)
 
 
 def fill(
@@ -97,13 +112,13 @@ def fill(
     ranks, is_new, goes_on = trainer.control, False, True
     kept = told = time.monotonic()
     for table, batch in ((table, batch) for table, batches in wanted for batch in batches):
-        if any(ranks.gather_all(bool(np.isnan(table[batch.sample_ids]).any()))):
+        if any(ranks.gather_all(bool(_lacks(table, batch).any()))):
             if not is_new:
                 trainer.status.ready(step=0, world_size=trainer.world_size, idle=True)  # no step stands still
                 logger.info("the log-probabilities of all pairs under the starting weights are computed once")
             is_new = True
             for rows, sums in ranks.gather_all(_sums_of(trainer, batch)):
-                lacks = np.isnan(table[rows, 0])  # what is known stays as it is, to the last bit
+                lacks = table[rows, 2] != sums[:, 2]  # what is known stays as it is, to the last bit
                 table[rows[lacks]] = sums[lacks]
         now = time.monotonic()
         goes_on, is_due = ranks.broadcast((trainer.bus.latest("stop") is None, now - kept > _KEEP_S))
@@ -113,6 +128,7 @@ def fill(
             ranks.from_first(references.write, OF_FILES)
             kept = now
         if now - told > _TELL_S:
+            trainer.status.ready(step=0, world_size=trainer.world_size, idle=True)  # also where all is known, and read
             logger.info(f"{np.count_nonzero(~np.isnan(table[:, 0])):,} of {len(table):,} rows have theirs")
             told = now
     if is_new:
@@ -122,7 +138,7 @@ def fill(
 
 @torch.no_grad()
 def _sums_of(trainer: "Trainer", batch: RankBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Row numbers and float64[rows, 2] of this rank's part of a batch."""
+    """Row numbers of this rank's part of a batch, and what a table holds of them, float64[rows, 3]."""
     step = trainer.train_step
     laid_out, adapters, found = step.lay_out(batch), step.policy.adapters, [np.zeros((0, 2))]
     with adapters.off() if adapters is not None else nullcontext():
@@ -132,4 +148,4 @@ def _sums_of(trainer: "Trainer", batch: RankBatch) -> tuple[NDArray[np.int64], N
                 logprobs, _ = step.policy(micro)
             found.append(side_sums(micro, logprobs).cpu().numpy())
     reshard_all(step.policy)
-    return laid_out.sample_ids[::2], np.concatenate(found)
+    return laid_out.sample_ids[::2], np.column_stack([np.concatenate(found), _contents(laid_out)])

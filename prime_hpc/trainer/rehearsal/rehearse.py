@@ -1,6 +1,7 @@
 """Two steps of the real trainer in the pretended world, and what they took."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import fake_batch
-from prime_hpc.trainer.data.reference import attach
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
@@ -137,6 +137,6 @@ def full_batch(experiment: Experiment, policy: Policy, num_micro_batches: int) -
     shape = FakeDataConfig(batch_size=num_micro_batches * rows, seq_len=longest, micro_batch_size=rows)
     batch = fake_batch(shape, policy.hf.config.get_text_config().vocab_size, 0, 1, 0, 1)
     if sides > 1:
-        batch = attach(batch, np.zeros((len(batch.sample_ids), sides)))
+        batch = replace(batch, reference_sums=np.zeros(batch.num_sequences))
     images = policy.image_inputs
     return images.show(batch, longest) if isinstance(images, PretendedImages) else batch
