@@ -28,6 +28,7 @@ _MASKS = "its attention chooses keys through a mask of its own, which no packed 
 _MIXES = "convolutions, state spaces or linear attention would carry one sample into the next"
 _BESIDE = "its experts answer otherwise beside other samples than alone"
 _SHARES = "its layers share the weights of a block, of which every shard would need all"
+_STORED = "its checkpoints hold tensors that are split while they are read, which the trainer's reader does not do"
 _UNPROVEN = "nothing proves its log-probabilities here: no small model of it can be built and compared"
 
 _REFUSED_GROUPS: dict[str, str] = {
@@ -36,9 +37,10 @@ _REFUSED_GROUPS: dict[str, str] = {
         roberta-prelayernorm roc_bert roformer whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod""",
     _MEDIA: """emu3 fuyu git got_ocr2 mllama moshi musicgen musicgen_melody phi4_multimodal trocr gemma4_assistant
         gemma4_unified_assistant""",
-    _HEAD: "inkling inkling_text modernbert-decoder",
+    _HEAD: "dory inkling inkling_text modernbert-decoder",
     "its attention depends on segments of its input that the trainer does not have": "cpmant",
     _SHARES: "zamba zamba2",
+    _STORED: "lara_mini sarvam_moe",
     _UNPROVEN: "blt cohere_compass_text cohere_compass dbrx qwen4_exp qwen4_exp_text xlstm",
 }
 REFUSED = {name: reason for reason, names in _REFUSED_GROUPS.items() for name in names.split()}

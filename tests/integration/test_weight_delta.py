@@ -123,7 +123,7 @@ def test_what_changed_leads_to_the_whole_version_byte_by_byte(
             assert sizes[0] < 0.06 * sizes[1]
         with pytest.raises(ConfigError, match="exists: name another directory"):
             export.run(argv, "prime-hpc")
-        with pytest.raises(ConfigError, match="need no merging"):
+        with pytest.raises(ConfigError, match="is a model directory as it is"):
             export.run([str(delta.root), "--merged", "6"], "prime-hpc")
 
 

@@ -92,6 +92,7 @@ def test_a_list_whose_quotes_the_shell_took_is_refused() -> None:
     refused(["--orchestrator.client.base-url", "[http://a/v1,http://b/v1]"], "neither JSON nor Python")
     for text in ("[q_proj,v_proj]", '["q_proj","v_proj"'):
         refused(["--model.lora.target-modules", text], "neither JSON nor Python")
+    refused(["--orchestrator.env", "[{id: rows}]"], "neither JSON nor Python: names and texts in it need quotes")
 
 
 @pytest.mark.parametrize("text", ["(0)", "(None)"])

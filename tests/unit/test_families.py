@@ -45,6 +45,7 @@ LLAMA: dict[str, Any] = {
         ({"model_type": "bloom"}, "single"),
         ({"model_type": "deepseek_v3"}, "packed"),
         ({"model_type": "bert"}, "refused"),
+        *(({"model_type": name}, "refused") for name in ("dory", "lara_mini", "sarvam_moe")),  # transformers 5.24's
         ({"model_type": "doge", "is_moe": True}, "refused"),
         ({"model_type": "nobody_knows_it", "is_encoder_decoder": True}, "refused"),
     ],

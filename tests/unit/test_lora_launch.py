@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 import sys
 from pathlib import Path
@@ -203,8 +204,13 @@ def test_an_adapter_of_another_model_and_kinds_that_do_not_fit(tmp_path: Path, m
 def test_export_merged_refuses_what_is_not_there(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     write_snapshot(experiment("m", None, name="run", output_dir=str(tmp_path)), run_dir, ["test"])
-    with pytest.raises(ConfigError, match="trains the whole model: its weights/step_<n> need no merging"):
+    with pytest.raises(ConfigError, match="--merged 3: no such version in .*; there are none"):
         export.run([str(run_dir), "--merged", "3"], "prime-hpc")
+    with ArtifactWriter(run_dir / "weights/step_000003", kind="weights", step=3, version=3, writer="test") as writer:
+        write_tensors(writer.path / "model.safetensors", BASE)
+    with pytest.raises(ConfigError, match="weights/step_000003 is a model directory as it is"):
+        export.run([str(run_dir), "--merged", "latest"], "prime-hpc")
+    shutil.rmtree(run_dir / "weights")
     write_snapshot(experiment("m", {}, name="run", output_dir=str(tmp_path)), run_dir, ["test"])
     for wanted in ("4", "latest", "last"):
         with pytest.raises(ConfigError, match=f"--merged {wanted}: no such version in .*; there are none"):

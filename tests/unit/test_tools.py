@@ -116,6 +116,21 @@ def test_setup_on_a_login_node_of_a_cluster_with_gpus_wants_to_be_told_the_build
     assert f"made as {made} and then moved or copied" in done.stderr and "rm -r env" in done.stderr
 
 
+def test_setup_does_not_begin_to_change_an_environment_of_another(tmp_path: Path) -> None:
+    """One that a group shares, in a checkout that asks for something else."""
+    (tmp_path / "tools").mkdir()
+    for name in ("tools/setup", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "env").mkdir(mode=0o555)
+    environ = {**os.environ, "PRIME_HPC_VENV": "env"}
+    command = ["bash", "tools/setup", "cpu"]
+    if os.geteuid() == 0:  # which may write everywhere
+        command = ["setpriv", "--bounding-set=-dac_override", *command]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1 and not list((tmp_path / "env").iterdir())
+    assert "env is not what this checkout asks for (cpu), and not for this user to write" in done.stderr
+
+
 def test_a_second_setup_waits_for_the_first(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     for name in ("tools/setup", "pyproject.toml"):

@@ -41,7 +41,8 @@ def held(policy: Policy) -> dict[str, int]:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 found["partial"] += 0 if group._partial_reduce_output is None else group._partial_reduce_output.nbytes
                 for p in group.fsdp_params:
-                    whole = (p.unsharded_accumulated_grad, p.unsharded_param.grad)
+                    # torch 2.15: one and the same
+                    whole = {id(grad): grad for grad in (p.unsharded_accumulated_grad, p.unsharded_param.grad)}.values()
                     shard: Any = p.sharded_param.grad
                     found["whole"] += sum(grad.nbytes for grad in whole if grad is not None)
                     found["shards"] += 0 if shard is None else shard.to_local().nbytes

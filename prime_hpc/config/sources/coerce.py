@@ -153,7 +153,10 @@ def _list(text: str, node: Node) -> Any:
         if isinstance(parsed, str) and (node.dotted in _SEPARATORS or (node.dotted in _PATTERNS and is_pattern)):
             return _cut(text, node)  # a test of the shell, a class of characters
         if isinstance(parsed, str):
-            raise CoerceError(f"expected {type_text(node.annotation)}, but {masked(text)!r} is neither JSON nor Python")
+            raise CoerceError(
+                f"expected {type_text(node.annotation)}, but {masked(text)!r} is neither JSON nor Python: "
+                "names and texts in it need quotes, and the whole single ones around them, for the shell"
+            )
         if not isinstance(parsed, list | tuple | set | dict):  # `(0)` is 0 to Python
             raise CoerceError(f"expected {type_text(node.annotation)}, but {masked(text)!r} is none")
         return [parsed] if isinstance(parsed, dict) else list(parsed)

@@ -89,13 +89,11 @@ def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> i
             f"version {version} went to the engines over the network alone; of a run with weights.transport = "
             f"{experiment.weights.transport} the versions of checkpoints and the last are whole"
         )
-    if experiment.model.lora is None and (
-        version is None or version not in versions or not holds_changes(paths.weights_step(version))
-    ):
-        raise ConfigError(f"{paths.root} trains the whole model: its weights/step_<n> need no merging")
     if version is None or version not in versions:
         there = ", ".join(map(str, versions)) or "none"
         raise ConfigError(f"--merged {wanted}: no such version in {paths.weights}; there are {there}")
+    if experiment.model.lora is None and not holds_changes(paths.weights_step(version)):
+        raise ConfigError(f"{paths.weights_step(version)} is a model directory as it is: nothing is to be merged")
     output = Path(values.get("--output") or paths.root / f"merged_{version:06d}").expanduser()
     if output.exists():
         raise ConfigError(f"{output} exists: name another directory with --output")
