@@ -96,7 +96,7 @@ def test_background_saves_hold_what_synchronous_ones_do(tmp_path: Path, model: P
         assert state is not None and json.loads(state.read_text()) == {"step": step}
         assert info.manifest.meta["optimizer"] == "adamw", "who goes back to it with another one is told at once"
     saved = [row for row in read_metrics(paths.metrics("trainer")) if "ckpt/step" in row]
-    assert [row["ckpt/step"] for row in saved] == [1, 2, 3, 4, 5][: len(saved)] and len(saved) >= 4
+    assert [row["ckpt/step"] for row in saved] == [1, 2, 3, 4, 6], "the last one is whole before its step is told"
     assert all(row["ckpt/write_s"] >= row["ckpt/stall_s"] > 0 and row["ckpt/bytes"] > 0 for row in saved)
 
     # The same command again, for more steps: retention holds after the resume, and for what it finds.
