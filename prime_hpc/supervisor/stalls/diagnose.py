@@ -13,7 +13,7 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.runtime import activity
 from prime_hpc.store.io.room import WAITS
 from prime_hpc.supervisor.stalls import engines
-from prime_hpc.supervisor.stalls.labels import label, owner, phase
+from prime_hpc.supervisor.stalls.labels import in_kernel, label, owner, phase
 from prime_hpc.supervisor.stalls.stacks import busy_episode, innermost, main_stack, stacks_of
 
 Row = dict[str, Any]
@@ -176,7 +176,7 @@ def _file_system(scene: _Scene, probes: Mapping[str, Row]) -> Diagnosis | None:
     hanging = {host: probe for host, probe in probes.items() if "hangs" in probe}
     held = [row for row in scene.rows if row["waits"] or row["state"] == "D"]
     lines = [
-        f"{label(row, scene.rows)} on {row['host']} (process {row['pid']}) waits in the kernel{_kernel(row)}"
+        f"{label(row, scene.rows)} on {row['host']} (process {row['pid']}) waits in the kernel ({in_kernel(row)})"
         for row in held[:8]
     ]
     if hanging:
@@ -212,19 +212,17 @@ def _file_system(scene: _Scene, probes: Mapping[str, Row]) -> Diagnosis | None:
 
 
 def _without_room(scene: _Scene) -> Diagnosis | None:
-    """Look for processes that wait for room for what they write. Of one that goes on without, as the trainer does
-    without a checkpoint, a note is made: it holds nobody up, whoever else does."""
-    held = {True: list[tuple[Row, str]](), False: list[tuple[Row, str]]()}
-    for row in scene.speaking:
-        if why := row["word"].get("blocked"):
-            held[WAITS in why].append((row, f"{label(row, scene.rows)} on {row['host']}: {why}"))
-    scene.notes += [text for _, text in held[False]]
-    if not held[True]:
+    """Look for processes that wait for room for what they write. One that goes on without, as the trainer does without
+    a checkpoint, is noted alone: it holds nobody up."""
+    blocked = [row for row in scene.speaking if row["word"].get("blocked")]
+    waiting = [row for row in blocked if WAITS in row["word"]["blocked"]]
+    told = [f"{label(row, scene.rows)} on {row['host']}: {row['word']['blocked']}" for row in waiting or blocked]
+    if not waiting:
+        scene.notes += told
         return None
-    (first, text), *others = held[True]
     advice = "free space, or have the quota raised: it goes on by itself (supervisor.write_timeout_s)"
-    more = {"evidence": [text for _, text in others[:7]], "chain": _waiting_chain(scene), "advice": advice}
-    return scene.made(first, "file system", text, **more)
+    more = {"evidence": told[1:8], "chain": _waiting_chain(scene), "advice": advice}
+    return scene.made(waiting[0], "file system", told[0], **more)
 
 
 def _silent(scene: _Scene, silent: Collection[str]) -> Diagnosis | None:
@@ -234,11 +232,6 @@ def _silent(scene: _Scene, silent: Collection[str]) -> Diagnosis | None:
     advice = "the node is down, or its Python hangs with the file system that it lies on: `scontrol show node`"
     chain = _waiting_chain(scene)
     return Diagnosis(f"{hosts} did not answer", "node", host=hosts, is_hang=True, chain=chain, advice=advice)
-
-
-def _kernel(row: Row) -> str:
-    places = sorted({place for place in row["waits"].values() if place})
-    return f" ({', '.join(places)})" if places else " (state D, uninterruptible)"
 
 
 def _in_files(row: Row, scene: _Scene) -> str:

@@ -39,3 +39,9 @@ def phase(word: Mapping[str, Any]) -> str:
     """Write what a process does, and what it waits for."""
     awaits = f", waiting for {word['awaits']}" if word.get("awaits") else ""
     return f"`{word.get('phase', '?')}`{awaits}"
+
+
+def in_kernel(row: Row) -> str:
+    """Name the kernel's functions in which a process waits."""
+    places = sorted({place for place in row["waits"].values() if place})
+    return ", ".join(places) or "state D, uninterruptible"

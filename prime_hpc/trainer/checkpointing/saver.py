@@ -149,8 +149,8 @@ class Saver:
             raise
 
     def _free(self, error: NoRoom | Unreadable) -> bool:
-        """Where it is room that lacks, delete what retention gives up with the next checkpoint; returns whether there
-        was something. Of a file system that answers with errors nothing is deleted."""
+        """Delete what retention gives up with the next checkpoint, where room lacks and the file system gives no error.
+        Returns whether there was something."""
         return isinstance(error, NoRoom) and self._ranks.from_first(self.checkpointer.make_room)
 
     def _begin(self, step: int, progress: dict[str, int], batch_dir: Path | None) -> None:
