@@ -85,6 +85,8 @@ def test_texts_without_a_prompt_are_cut_at_a_blank(chat: ChatTokenizer, tokenize
     )
     assert trained_text(rejected, tokenizer)[0].startswith(" name it")
     assert tokenizer.decode(chosen.token_ids).startswith("Human: add\n\nAssistant: number")
+    meant, _ = sides({**row, "question": "of whom?"}, chat, columns={"prompt": "none"})
+    assert np.array_equal(meant.token_ids, chosen.token_ids)
 
 
 def test_columns_have_their_own_names(chat: ChatTokenizer, tokenizer: Any) -> None:
@@ -96,6 +98,8 @@ def test_columns_have_their_own_names(chat: ChatTokenizer, tokenizer: Any) -> No
     ]
     source = SFTConfig.model_validate({"data": {"path": "x", "columns": columns}, "preference": {}}).data
     assert {"good", "bad", "instruction", "input"} <= used_columns(list(row), source, images=False)
+    source = SFTConfig.model_validate({"data": {"path": "x"}, "preference": {}}).data
+    assert "question" in used_columns(["question", "chosen", "rejected"], source, images=False)  # of Parquet, to refuse
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -108,6 +112,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no prompt": ({"chosen": [GOOD], "rejected": [BAD]}, "there is no `prompt` to them"),
     "two prompts": ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "sub"}, BAD]}, "what is the prompt?"),
     "two texts": ({"chosen": "number", "rejected": "lower"}, "do not begin with the same words"),
+    "a prompt of another name": (
+        {"question": "add", "chosen": "the number", "rejected": "the lower"},
+        "`question` stands beside two texts",
+    ),
+    "a system text of no prompt": (
+        {"system": "be brief", "chosen": "the number", "rejected": "the lower"},
+        "`system` stands beside two texts",
+    ),
     "a missing column": ({"prompt": "add", "chosen": "number"}, "sft.preference needs `chosen` and `rejected`"),
     "rows of plain SFT": ({"prompt": "add", "completion": "number"}, "rows of single replies train without sft.pref"),
     "a wrong message": ({"prompt": "add", "chosen": [{"x": 1}], "rejected": [BAD]}, "`chosen` is empty"),
@@ -183,6 +195,12 @@ def test_plain_sft_names_the_section_of_pairs() -> None:
 def test_keys_that_make_several_samples_are_refused(data: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="leave it out|of pairs: drop"):
         SFTConfig.model_validate({"data": {"path": "x", **data}, "preference": {}})
+
+
+@pytest.mark.parametrize("key", ["beta", "margin", "nll_weight"])
+def test_weights_of_the_loss_are_finite(key: str) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        SFTConfig.model_validate({"data": {"path": "x"}, "preference": {key: float("inf")}})
 
 
 def test_both_sides_must_fit_a_micro_batch(tmp_path: Path) -> None:

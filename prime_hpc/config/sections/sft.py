@@ -240,17 +240,17 @@ class PreferenceConfig(Section):
     type: Literal["dpo", "ipo", "hinge"] = "dpo"
     """`dpo`: - log sigmoid(beta d) (arXiv 2305.18290); `ipo`: (d - 1 / (2 beta))^2 (arXiv 2310.12036); `hinge`:
     max(0, 1 - beta d) (arXiv 2305.10425)."""
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(0.1, gt=0, allow_inf_nan=False)
     """The weight of d: the smaller, the farther the policy may go from the reference."""
     reference: bool = True
     """Off: r is the sum of log pi alone, and no reference is computed."""
     length_normalized: bool = False
     """r is the mean over a reply's tokens instead of the sum: Tulu 3's `dpo_norm`; without `reference` SimPO."""
-    margin: float = Field(0.0, ge=0)
+    margin: float = Field(0.0, ge=0, allow_inf_nan=False)
     """`dpo`: taken from beta d, what a pair must differ by (SimPO's gamma, arXiv 2405.14734)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """`dpo`: the share of pairs that are taken to be labelled the wrong way round (cDPO)."""
-    nll_weight: float = Field(0.0, ge=0)
+    nll_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the chosen reply's mean negative log-likelihood beside the loss (RPO, arXiv 2404.19733)."""
 
 

@@ -24,6 +24,8 @@ _OTHER_MASKS = ("completion_mask", "assistant_masks")
 """Columns of tokenised rows that say what is trained, too: TRL's."""
 INSTRUCTION, INPUT, HISTORY = "instruction", "input", "history"
 """Alpaca's columns of one prompt: what is asked, what about, and pairs of what was asked and answered before."""
+ASKED = ("question", INSTRUCTION, "query", INPUT)
+"""Names that prompts have in other people's pairs."""
 _SIDES = ("user", "assistant")
 _WIDE = {b"\xff\xfe": "UTF-16LE", b"\xfe\xff": "UTF-16BE"}
 _BUFFER = 1 << 16
@@ -194,7 +196,8 @@ def used_columns(names: Sequence[str], source: SFTSourceConfig, images: bool) ->
     is_plain = is_text(names, source) and not source.holds_pairs
     columns = ("text",) if is_plain else [column for column in COLUMNS if column not in left_out]
     used = {source.columns.get(column, column) for column in columns}
-    return used | {INPUT, HISTORY} if INSTRUCTION in used else used
+    used |= {INPUT, HISTORY} if INSTRUCTION in used else set()
+    return used | set(ASKED) if source.holds_pairs else used
 
 
 def prompt_of(row: Mapping[str, Any], column: str) -> Any:

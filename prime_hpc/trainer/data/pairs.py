@@ -2,14 +2,15 @@
 
 `chosen` and `rejected` are replies to `prompt`: texts, messages, or one message; or they are whole conversations, whose
 common beginning is the prompt (what `prompt` says beside them is not read). Two texts without a `prompt` are plain
-text, cut at the last blank before they differ. All else is as in rows of `prompt` and `completion` (`messages.py`).
+text, cut at the last blank before they differ; beside a column that may be the prompt by another name they are refused.
+All else is as in rows of `prompt` and `completion` (`messages.py`).
 """
 
 import json
 from typing import Any
 
 from prime_hpc.config.sections.sft import SIDES, SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.dataset.files import has_columns, missing_columns
+from prime_hpc.store.dataset.files import ASKED, has_columns, missing_columns
 from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, conversation_of
 
 Pair = tuple[Conversation | PlainText, Conversation | PlainText]
@@ -44,6 +45,12 @@ def parse_pair(
         whole, reply = names if begins[0] else names[::-1]
         raise SFTDataError(f"`{whole}` begins with the prompt and `{reply}` does not: state both alike")
     elif prompt is None and all(isinstance(side, str) for side in sides):
+        beside = [name for name in (*ASKED, source.columns.get("system", "system")) if row.get(name)]
+        if beside and "prompt" not in source.columns:
+            raise SFTDataError(
+                f"`{beside[0]}` stands beside two texts without a `prompt`: map what is asked, such as "
+                f'{source.key}.columns = {{"prompt": "question"}}; of plain text {{"prompt": "none"}}'
+            )
         return _plain(sides, names)
     elif prompt in (None, "", []):
         raise SFTDataError(f"`{names[0]}` and `{names[1]}` are replies, and there is no `{prompt_name}` to them")
