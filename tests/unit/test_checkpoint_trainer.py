@@ -24,7 +24,7 @@ from prime_hpc.store.io import files, room
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
-from prime_hpc.trainer.checkpointing import dcp_state
+from prime_hpc.trainer.checkpointing import dcp_state, staging
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.saver import Saver
 from prime_hpc.trainer.checkpointing.staging import HostStage
@@ -456,3 +456,17 @@ def test_the_last_checkpoint_waits_for_room(
         with pytest.raises(NoRoom, match="quota exceeded.*waited 0 s"):
             saver.save(3, progress={}, batch_dir=trainer.paths.rollouts_step(3))
     assert not stages(trainer.paths)
+
+
+def test_a_nodes_disk_that_is_too_small_for_staging_is_no_want_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would wait for it, and delete checkpoints on another disk."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(StoreError, match="disk full") as found:
+        staging._file_backed(1 << 20, tmp_path / "local")
+    assert not isinstance(found.value, NoRoom)

@@ -14,7 +14,7 @@ import torch
 
 from prime_hpc.runtime.host_memory import HEADROOM, available_bytes
 from prime_hpc.runtime.page_locked import lock_pages
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.errors import NoRoom, StoreError
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import make_dir
 
@@ -109,12 +109,16 @@ def _anonymous(size: int, ranks_per_node: int, wanted_by: str, instead: str) -> 
 
 def _file_backed(size: int, directory: Path) -> mmap.mmap:
     make_dir(directory)
-    with disk_errors(directory), tempfile.TemporaryFile(dir=directory) as file:  # gone even when this process is killed
-        if size:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk now, not a SIGBUS later
-        else:
-            file.truncate(1)
-        return mmap.mmap(file.fileno(), max(size, 1), flags=mmap.MAP_SHARED)
+    try:
+        # gone even when this process is killed
+        with disk_errors(directory), tempfile.TemporaryFile(dir=directory) as file:
+            if size:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk now, not a SIGBUS later
+            else:
+                file.truncate(1)
+            return mmap.mmap(file.fileno(), max(size, 1), flags=mmap.MAP_SHARED)
+    except NoRoom as error:  # this node's disk is too small: no room to wait for, or to make by deleting checkpoints
+        raise StoreError(str(error)) from error
 
 
 def _pin(memory: np.ndarray) -> bool:
