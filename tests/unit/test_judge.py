@@ -235,7 +235,7 @@ def test_rewards_find_the_judge_in_the_environment_and_follow_it(
             context = RoleContext.from_env("orchestrator", tmp_path, environ=facts)
             async with AsyncExitStack() as stack:
                 await judge.open_judge(stack, experiment(), context, bus)
-                assert judge.variables() == {
+                assert judge.variables(experiment()) == {
                     "JUDGE_URL": os.environ["JUDGE_URL"],
                     "JUDGE_MODEL": "o/judge",
                     "JUDGE_API_KEY": "the-key",
@@ -254,6 +254,21 @@ def test_rewards_find_the_judge_in_the_environment_and_follow_it(
     finally:
         bus.close()
         hub.close()
+
+
+def test_the_key_of_anothers_judge_is_not_sent_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in judge.VARIABLES:
+        monkeypatch.setenv(name, "the user's")
+    assert judge.variables(experiment(judge_inference=None)) == {}
+
+
+def test_no_proxy_is_asked_for_a_judge_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*judge.VARIABLES, "no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    judge.set_variables({"JUDGE_URL": "http://10.1.2.3:8000/v1", "JUDGE_MODEL": "m"})
+    assert os.environ["JUDGE_MODEL"] == "m"
+    assert urllib.request.proxy_bypass("10.1.2.3:8000") and not urllib.request.proxy_bypass("10.1.2.4:8000")
 
 
 def test_half_an_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
