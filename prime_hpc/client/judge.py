@@ -1,9 +1,10 @@
 """The judge of a run, as rewards find it: one address, the model's name and the key, in environment variables."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 from loguru import logger
 
@@ -15,7 +16,7 @@ from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.json_lines import parse_address
-from prime_hpc.store.messaging.network import Network, route_to
+from prime_hpc.store.messaging.network import Network, past_proxies, route_to
 
 URL, MODEL, KEY = VARIABLES = ("JUDGE_URL", "JUDGE_MODEL", "JUDGE_API_KEY")
 """Environment variables that rewards read: `http://host:port/v1`, the model's name there, the bearer token."""
@@ -47,7 +48,7 @@ async def open_judge(
     listener = sockets.listen(host, ports=network.ports)
     balance = Balance(listener, context.judge_urls, servers.ready_timeout_s)
     stack.callback(balance.close)
-    os.environ[URL] = sockets.http_url(host, listener.getsockname()[1])
+    set_variables({URL: sockets.http_url(host, listener.getsockname()[1])})
 
     def hear(news: dict[str, Any]) -> None:
         if news["role"] == "judge":
@@ -59,6 +60,16 @@ async def open_judge(
         await client.wait_ready(servers.ready_timeout_s)
 
 
-def variables() -> dict[str, str]:
-    """Return the variables as they are set here, for workers on other machines."""
+def variables(experiment: Experiment) -> dict[str, str]:
+    """Return the variables as they are set here, for workers on other machines. Those of a judge that the run does not
+    start are the user's: its key is not sent anywhere, and workers have their own."""
+    if experiment.judge_inference is None:
+        return {}
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def set_variables(given: Mapping[str, str]) -> None:
+    """Set variables in this process's environment, and see to it that no proxy is asked for the judge."""
+    os.environ.update(given)
+    if host := urlsplit(given.get(URL, "")).hostname:
+        os.environ.update(past_proxies(os.environ, host))

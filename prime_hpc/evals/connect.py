@@ -199,7 +199,7 @@ async def _make_pool(
         trust_remote_code=experiment.model.trust_remote_code,
         chat_template=version_template(experiment.eval) if experiment.kind == "eval" else None,
         vision=experiment.model.vision is not None,
-        environ=judge.variables(),
+        environ=judge.variables(experiment),
         keep_messages=experiment.kind == "synthesize",
         keep_samples=False,
     )

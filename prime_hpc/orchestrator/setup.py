@@ -183,7 +183,7 @@ def make_pool(
         trust_remote_code=exp.model.trust_remote_code,
         chat_template=exp.own_template,
         vision=exp.model.vision is not None,
-        environ=judge.variables(),
+        environ=judge.variables(exp),
         keep_samples=split == "train",
     )
     return EnvPool(settings, exp.orchestrator.env_servers, log_dir / split if log_dir is not None else None)

@@ -239,11 +239,14 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
 
 
 def _place_evaluation(experiment: Experiment, site: SiteConfig) -> Placement:
-    """Engines alone, and who plays on the first of their nodes; without engines it has a node of its own."""
+    """Engines alone, and who plays on the first of their nodes; without engines it has a node of its own. Groups that
+    fit one node share it."""
     num_env_nodes(experiment)  # refuses any
     asked = {role: resolve(role, experiment, site) for role in placed_roles(experiment)}
-    groups, used = [_orchestrator()], 0
-    for role in engine_roles(experiment):
+    groups, used, roles = [_orchestrator()], 0, engine_roles(experiment)
+    if len(roles) > 1 and _fits_one_node(experiment, gpus := asked[roles[0]].gpus_per_node):
+        groups, used, roles = _shared_node(experiment, gpus), 1, []
+    for role in roles:
         servers = _servers(experiment, role, asked[role])
         groups += _inference(experiment, role, servers, 0, used, asked[role].gpus_per_node)
         used += servers.num_nodes
@@ -289,9 +292,10 @@ def _place_het(experiment: Experiment, site: SiteConfig) -> Placement:
 
     if experiment.slurm.orchestrator is not None:
         add("orchestrator", 1 + more, resolve("orchestrator", experiment, site).options)
-    trainer = resolve("trainer", experiment, site)
-    nodes = _trainer_nodes(experiment, trainer)
-    groups.append(_trainer(experiment, add("trainer", nodes, trainer.options), nodes, trainer.gpus_per_node))
+    if experiment.trains:
+        trainer = resolve("trainer", experiment, site)
+        nodes = _trainer_nodes(experiment, trainer)
+        groups.append(_trainer(experiment, add("trainer", nodes, trainer.options), nodes, trainer.gpus_per_node))
     for role in engine_roles(experiment):
         asked = resolve(role, experiment, site)
         servers = _servers(experiment, role, asked)
@@ -423,7 +427,7 @@ def across_nodes(experiment: Experiment, role: EngineRole = "inference") -> Lite
 def _needs(experiment: Experiment) -> dict[str, int]:
     """GPUs of each role on a node that all share."""
     needs = {role: servers_of(experiment, role).num_gpus for role in engine_roles(experiment)}
-    return needs | {"trainer": experiment.trainer.num_ranks}
+    return needs | ({"trainer": experiment.trainer.num_ranks} if experiment.trains else {})
 
 
 def _shared_positions(experiment: Experiment, gpus: int) -> dict[str, list[int]]:
@@ -434,7 +438,7 @@ def _shared_positions(experiment: Experiment, gpus: int) -> dict[str, list[int]]
 
 def _fits_one_node(experiment: Experiment, gpus: int) -> bool:
     roles, needs = engine_roles(experiment), _needs(experiment)
-    if not roles or any(getattr(experiment.slurm, role).nodes for role in ("trainer", *roles)):
+    if not roles or any(getattr(experiment.slurm, role).nodes for role in needs):
         return False
     if gpus == 0:
         return True
@@ -447,8 +451,10 @@ def _fits_one_node(experiment: Experiment, gpus: int) -> bool:
 def _shared_node(experiment: Experiment, gpus: int) -> list[RoleGroup]:
     """Everything on node 0 of component 0."""
     shares = _shared_positions(experiment, gpus) if gpus else {}
-    training = tuple(shares["trainer"]) if gpus else None
-    groups = [_orchestrator(), RoleGroup("trainer", 0, 0, 0, 1, experiment.trainer.num_ranks, training)]
+    groups = [_orchestrator()]
+    if experiment.trains:
+        training = tuple(shares["trainer"]) if gpus else None
+        groups.append(RoleGroup("trainer", 0, 0, 0, 1, experiment.trainer.num_ranks, training))
     for role in engine_roles(experiment):
         section = servers_of(experiment, role)
         servers = _Servers(1, 1, section.num_replicas, section.data_parallel_size, section.gpus_per_engine)

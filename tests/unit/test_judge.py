@@ -121,6 +121,24 @@ def test_a_judge_gets_nodes_and_gpus_of_its_own() -> None:
         split_gpus(experiment(judge_inference={"model": "o/judge", "data_parallel_size": 2}), ["0", "1"])
 
 
+@pytest.mark.parametrize("kind", ["eval", "synthesize"])
+def test_an_evaluation_shares_its_node_with_the_judge_and_has_no_trainer(kind: str) -> None:
+    def placed(policy: int, **slurm: Any) -> tuple[list[str], list[Any]]:
+        servers = {"inference": {"data_parallel_size": policy}, "judge_inference": {"model": "j", "num_replicas": 2}}
+        parts = {"orchestrator": {}, kind: {"env": [{"id": "x"}]}, **servers}
+        found = place_slurm(experiment(kind=kind, slurm={"partition": "h100", **slurm}, **parts), SITE)
+        groups = [(g.role, g.component, g.first_node, g.gpus) for g in found.groups if g.role != "orchestrator"]
+        return [f"{c.name} {c.num_nodes}" for c in found.components], groups
+
+    shared = [("inference", 0, 0, (0, 1, 2, 3)), ("judge", 0, 0, (4,)), ("judge", 0, 0, (5,))]
+    assert placed(4) == placed(4, trainer={"nodes": 2}) == (["all 1"], shared)
+    assert placed(8)[0] == placed(4, judge={"nodes": 1})[0] == ["all 2"]
+    assert placed(4, judge={"partition": "a100"}) == (
+        ["inference 1", "judge 1"],
+        [("inference", 0, 0, (0, 1, 2, 3)), ("judge", 1, 0, (0,)), ("judge", 1, 0, (1,))],
+    )
+
+
 def test_a_judge_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
     (problem,) = _judge(experiment(judge_inference={"model": str(tmp_path / "absent")}))
     assert problem.key == "judge_inference.model" and "is not a directory" in problem.message
@@ -235,7 +253,7 @@ def test_rewards_find_the_judge_in_the_environment_and_follow_it(
             context = RoleContext.from_env("orchestrator", tmp_path, environ=facts)
             async with AsyncExitStack() as stack:
                 await judge.open_judge(stack, experiment(), context, bus)
-                assert judge.variables() == {
+                assert judge.variables(experiment()) == {
                     "JUDGE_URL": os.environ["JUDGE_URL"],
                     "JUDGE_MODEL": "o/judge",
                     "JUDGE_API_KEY": "the-key",
@@ -254,6 +272,21 @@ def test_rewards_find_the_judge_in_the_environment_and_follow_it(
     finally:
         bus.close()
         hub.close()
+
+
+def test_the_key_of_anothers_judge_is_not_sent_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in judge.VARIABLES:
+        monkeypatch.setenv(name, "the user's")
+    assert judge.variables(experiment(judge_inference=None)) == {}
+
+
+def test_no_proxy_is_asked_for_a_judge_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*judge.VARIABLES, "no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    judge.set_variables({"JUDGE_URL": "http://10.1.2.3:8000/v1", "JUDGE_MODEL": "m"})
+    assert os.environ["JUDGE_MODEL"] == "m"
+    assert urllib.request.proxy_bypass("10.1.2.3:8000") and not urllib.request.proxy_bypass("10.1.2.4:8000")
 
 
 def test_half_an_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.client.judge import set_variables
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.loop_thread import LoopThread
 from prime_hpc.envs.pool import EnvPool
@@ -120,7 +121,7 @@ class Worker:
         """Load the environment and say which code it is; False where that is not possible."""
         try:
             settings = settings_from_plain(order["options"])
-            os.environ.update(settings.environ)
+            set_variables(settings.environ)
             pool = WorkerPool(settings)
             pool.mark, pool.say_last = self._mark, self._send_last
             await pool.__aenter__()

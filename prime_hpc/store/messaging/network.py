@@ -113,15 +113,18 @@ def on_loopback() -> dict[str, str]:
     return {} if mine is None else {GLOO: mine.interface}
 
 
-def past_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `no_proxy` variables where a proxy is named: no program of a run may ask it for its own machine.
+def past_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Return `no_proxy` variables where a proxy is named: no program of a run may ask it for its own machine, nor for
+    `hosts`.
 
     Calls between the run's own processes never ask it.
     """
     if not any(environ.get(name.lower()) or environ.get(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")):
         return {}
     named = ",".join(environ.get(name, "") for name in ("no_proxy", "NO_PROXY"))
-    words = dict.fromkeys(word.strip() for word in [*named.split(","), "localhost", "127.0.0.1", "::1"] if word.strip())
+    words = dict.fromkeys(
+        word.strip() for word in [*named.split(","), "localhost", "127.0.0.1", "::1", *hosts] if word.strip()
+    )
     return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(words))
 
 
