@@ -129,6 +129,6 @@ class BatchWriter:
                 raise
             error = takes(error, content.num_bytes) if isinstance(error, NoRoom) else error
             await asyncio.sleep(wait.next_pause(error))
-            while not wait.has_room:
+            while not await asyncio.to_thread(lambda: wait.has_room):  # the file system may not answer
                 await asyncio.sleep(wait.next_pause(error))
             return None

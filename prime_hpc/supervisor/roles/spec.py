@@ -146,7 +146,7 @@ def role_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
     does not name.
 
     Args:
-        experiment: `trainer_gpu_ids`, `inference_gpu_ids` and `teacher_gpu_ids` are obeyed.
+        experiment: `trainer_gpu_ids` and those of groups of engines are obeyed.
         role: `trainer`, `inference` (one server) or `orchestrator` (none).
         gpus: the visible ones; none on a machine without.
 
