@@ -80,7 +80,7 @@ class Balance:
 
     async def _lead(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Lead a connection to a server, and pass on what either says."""
-        begun = bytearray()
+        begun, both = bytearray(), list[asyncio.Future[None]]()
         reached = None
         try:
             end = self._loop.time() + self._patience_s
@@ -94,12 +94,16 @@ class Balance:
             index, its_reader, its_writer = reached
             self._open[index] |= {writer, its_writer}
             its_writer.write(begun)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_pass_on(reader, its_writer))
-                both.create_task(_pass_on(its_reader, writer))
-        except* OSError:
+            both = [
+                asyncio.ensure_future(_pass_on(reader, its_writer)),
+                asyncio.ensure_future(_pass_on(its_reader, writer)),
+            ]
+            await asyncio.gather(*both)
+        except OSError:
             pass
         finally:
+            for one_way in both:
+                one_way.cancel()
             ends = [writer] if reached is None else [writer, reached[2]]
             for one in ends:
                 one.close()

@@ -86,6 +86,8 @@ def _class_fields(node: ast.ClassDef, numbers: Mapping[str, str]) -> list[FieldD
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
+        if statement.target.id.startswith("_"):
+            continue  # no key
         default, bounds = _default(statement.value, numbers)
         doc = ""
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):

@@ -27,7 +27,7 @@ from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.model.self_test import SelfTestError
 from prime_hpc.trainer.objectives import normalization, rl_loss
-from prime_hpc.trainer.objectives.entropy import EntropyBonus
+from prime_hpc.trainer.objectives.kl import EntropyBonus
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.train_step import TrainStep

@@ -25,7 +25,7 @@ from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import LossStats, rl_loss
-from prime_hpc.trainer.objectives.entropy import EntropyBonus, entropy_threshold
+from prime_hpc.trainer.objectives.kl import EntropyBonus, entropy_threshold
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.train_step import TrainStep

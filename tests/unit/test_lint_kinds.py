@@ -21,8 +21,10 @@ TRAINING = "rl sft"
 EVERY = "rl sft eval synthesize"
 KINDS = {
     ("backend_rules", EVERY): "abilities offloaded transport",
-    ("model_rules", EVERY): "tensor_parallel pipeline context known tokenizer engines adapters layout router_dtype",
-    ("model_rules", "rl"): "context_of_teacher",
+    (
+        "model_rules",
+        EVERY,
+    ): "tensor_parallel pipeline context context_of_others known tokenizer engines adapters layout router_dtype",
     ("model_rules", TRAINING): "precision trainer_memory weights families router_replay",
     ("model_rules", "sft"): "vocabulary",
     ("vision_rules", TRAINING): "model layout",

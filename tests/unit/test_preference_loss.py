@@ -17,7 +17,6 @@ from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.sft import PreferenceConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
 from prime_hpc.trainer.batching.micro_batches import batch_facts, build_rank_batch
-from prime_hpc.trainer.data.reference import attach
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import preference_loss, target_weights
 from prime_hpc.trainer.optim import build_optimizer
@@ -161,7 +160,7 @@ def test_a_model_learns_what_the_formula_says(group: None, tmp_path: Path, layou
     micros = [[2 * i, 2 * i + 1] for i in range(4)] if layout == "a pair a micro-batch" else [list(range(8))]
     batch = build_rank_batch(micros, ids, masks)
     rows = np.repeat(np.arange(4), 2)
-    batch = attach(replace(batch, sample_ids=rows, group_ids=rows.copy()), reference)
+    batch = replace(batch, sample_ids=rows, group_ids=rows.copy(), reference_sums=reference.ravel())
     laid_out = train_step.lay_out(batch)
     if layout == "a row a side":
         assert laid_out.num_micro_batches > 1

@@ -52,6 +52,7 @@ class _Properties(TensorProperties):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[: len(TensorProperties().__getstate__())])
+        self.__class__ = TensorProperties  # type: ignore[assignment]  # that it equals others
 
 
 class _Unpickler(pickle.Unpickler):

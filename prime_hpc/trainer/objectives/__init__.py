@@ -1,7 +1,7 @@
 """Objectives of the trainer: from log-probabilities of the trained tokens to a loss.
 
 About one file an objective, found by its config name (`trainer.loss.type`); `rl.py` joins one with the optional
-importance correction and KL penalty, `entropy.py` is the bonus beside them, `normalize.py` gives every token its share
+importance correction and KL penalty, `kl.py` has the entropy bonus, too, `normalize.py` gives every token its share
 of the batch. Nothing loops over sequences, and nothing depends on how they are packed, sharded or split into
 micro-batches.
 

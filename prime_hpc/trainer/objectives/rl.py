@@ -1,7 +1,7 @@
 """One micro-batch's RL loss: the configured objective, its correction, its KL penalty, and what the log shows.
 
 loss = sum_t w_t ( c_t l_t + coef KL_t ), c_t the correction's factor, 0 where off-policy masking leaves t out, or t is
-not of high entropy (`entropy.py`, as is the bonus that is added to it).
+not of high entropy (`kl.py`, as the bonus that is added to it).
 """
 
 import torch
