@@ -25,6 +25,7 @@ def written(folder: Path, name: str, tree: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_a_killed_judge_comes_back_and_no_episode_fails(tmp_path: Path) -> None:
     tree = starter_tree(tmp_path, max_steps=25)
     tree["orchestrator"] |= {"env": [judged_rows(tmp_path)], "advantage": {"zero": "keep"}}

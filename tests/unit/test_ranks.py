@@ -337,7 +337,7 @@ def agree_beside_cuda(rank: int, folder: str) -> None:
     trainer.context, trainer.experiment = SimpleNamespace(resume_step=None), None
     setattr(trainer_module, "checkpoint_to_resume", gone)  # noqa: B010
     with pytest.raises(StoreError, match="^no checkpoint$"):  # nobody waits for rank 0 in vain
-        Trainer.resume(trainer)
+        Trainer.chosen_checkpoint(trainer)
     dist.destroy_process_group()
 
 
