@@ -15,6 +15,7 @@ SAMPLE = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two minutes of CPU, beside five others on two cores
 def test_engines_sample_what_the_trainer_trains(tmp_path: Path) -> None:
     with engines() as served:
         for family in SAMPLE:
