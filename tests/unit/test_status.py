@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from prime_hpc.launch.monitor.logs import find_source
-from prime_hpc.launch.monitor.run_facts import Queue, RunStatus, read_evidence
+from prime_hpc.launch.monitor.run_facts import Queue, RunStatus
 from prime_hpc.launch.monitor.run_progress import tail_rows
-from prime_hpc.launch.monitor.run_state import judge
 from prime_hpc.launch.monitor.status import PatientAsk, collect, status_of
 from prime_hpc.observe.console import Console
 from prime_hpc.slurm.jobs import JobInfo
@@ -182,13 +181,6 @@ def test_alive_by_its_own_word(run: Run, word: str, state: str) -> None:
     assert (status.state, status.step, status.max_steps, status.attempt) == (state, 7, 40, 1)
     assert (status.time_left_s, status.job_id) == (pytest.approx(900.0, abs=60), "12")
     assert status.nodes == {"trainer": ["n1"]} and status.roles == {"trainer": "ready"}
-
-
-@pytest.mark.parametrize(("state", "left_s"), [("RUNNING", 890.0), ("SUSPENDED", 900.0)])
-def test_the_time_left_is_that_of_now_not_of_slurms_answer(run: Run, state: str, left_s: float) -> None:
-    queue = Queue({"12": job(state, time_left_s=900.0)}, asked=NOW - 10)
-    evidence = read_evidence(run.sent().attempt().word("running").path)
-    assert judge(evidence, queue, NOW).time_left_s == left_s
 
 
 def test_alive_but_silent_is_said(run: Run) -> None:

@@ -112,13 +112,13 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
         add_service(status, path)
         status.logs = log_paths(path, status.attempt)
         status.purge = purge_warning(path)
-        status.note = "; ".join(dict.fromkeys(filter(None, [status.note, *_unreadable(path)])))
         if status.state in ("pending", "requeued") and (job := queue.jobs.get(status.job_id or "")) is not None:
             from prime_hpc.slurm.queue_facts.waiting import limit_of
 
             with on_cluster(cluster_of(path)):
                 limit = limit_of(job, queue.asked)
             status.note += f": {limit.words}" if limit is not None else ""
+        status.note = "; ".join(dict.fromkeys(filter(None, [status.note, *_unreadable(path)])))
         if status.state == "lost" and status.job_id and not queue.trouble and status.job_id not in queue.jobs:
             with on_cluster(cluster_of(path)):
                 status.note += _from_accounting(status.job_id) if has_accounting(path) else ""
