@@ -53,7 +53,7 @@ def operations_of_a_run(
 
 
 @pytest.mark.parametrize("every", [8, pytest.param(2, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("save_async", [False, True])
+@pytest.mark.parametrize("save_async", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_it_ends_itself_alone_whatever_is_being_written(
     tmp_path: Path, group: None, save_async: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

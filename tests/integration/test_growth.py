@@ -32,7 +32,7 @@ def small_processes() -> Iterator[None]:
             server.communicate(timeout=60)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_an_orchestrator(
     workers: int, tmp_path: Path, tokenizer_dir: Path, server: AdminServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +57,7 @@ def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(found.read_text()) == []
 
 
+@pytest.mark.exhaustive
 def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = tmp_path / "found.json"
     monkeypatch.setenv(VARIABLE, " ".join(map(str, ["prime_hpc.trainer.main", *STEPS, found])))
@@ -82,5 +83,5 @@ def test_environments(tokenizer_dir: Path) -> None:
 def alone(name: str, folder: Path) -> Any:
     """What a function of `tests.support.growth_alone` finds, in a process of its own."""
     done = forked.run(["tests.support.growth_alone", name, str(folder)], env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -213,6 +213,7 @@ def test_one_that_lacks_a_batch_of_the_steps_to_take_again_starts_again(
     )
 
 
+@pytest.mark.exhaustive
 def test_one_that_does_not_answer_starts_again(start: Callable[..., Job], tmp_path: Path) -> None:
     job, before, after = crash_once(start, tmp_path)
     assert len(before) == len(after) == 1 and before != after, job.said()
@@ -221,6 +222,7 @@ def test_one_that_does_not_answer_starts_again(start: Callable[..., Job], tmp_pa
     assert "the orchestrator did not answer" in job.said()
 
 
+@pytest.mark.exhaustive
 def test_one_that_crashes_itself_after_it_has_gone_on_starts_again(start: Callable[..., Job], tmp_path: Path) -> None:
     job, before, after = crash_once(start, tmp_path, "hold:0:1:2")
     assert before == after

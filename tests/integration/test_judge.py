@@ -46,6 +46,7 @@ def test_a_killed_judge_comes_back_and_no_episode_fails(tmp_path: Path) -> None:
     assert len({json.loads(line)["attempt"] for line in attempts}) == 1
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_has_a_judge_too(tmp_path: Path) -> None:
     tree = starter_tree(tmp_path)
     tree = {"model": tree["model"], "seq_len": 128, "kind": "eval"}

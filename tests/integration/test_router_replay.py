@@ -26,6 +26,7 @@ def bench() -> Any:
     return module
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_in_bfloat16_only_replayed_experts_are_as_close_as_a_dense_model(
     bench: Any, tmp_path: Path, backend: str

@@ -99,7 +99,7 @@ def test_a_file_system_that_hangs_for_longer_than_every_deadline(run: Run) -> No
     assert "does the file system hang?" in run.said()
 
 
-@pytest.mark.parametrize("first", ["supervisor", "agents"])
+@pytest.mark.parametrize("first", [pytest.param("supervisor", marks=pytest.mark.exhaustive), "agents"])
 def test_stopped_and_woken_in_any_order(run: Run, first: str) -> None:
     run.wait(lambda: run.num_lines() > 3, "lines")
     agents = run.agents()

@@ -5,7 +5,7 @@ import pytest
 from tests.proofs.prove_family_layouts import judge, prove
 
 EXACT = {"fsdp", "cp", "ep", "tp", "fsdp lora", "cp lora"}
-SAMPLE = {"qwen3_moe": EXACT, "gpt2": {"fsdp", "cp"}, "hrm_text": EXACT - {"ep"}}
+SAMPLE = {"qwen3_moe": EXACT, "gpt2": {"fsdp", "cp"}}
 
 
 def test_families_train_under_a_layout_or_are_refused_before_the_queue() -> None:

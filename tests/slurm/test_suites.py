@@ -59,7 +59,8 @@ def test_preempted_it_saves_and_comes_back(other: Cluster, folder: Path) -> None
     assert sorted(row["step"] for row in rows(run_dir, "trainer")) == list(range(1, 61))
 
 
-@pytest.mark.parametrize("partition", sampled(["scavenge", "scavcancel"], 2))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("partition", ["scavenge", "scavcancel"])
 def test_scancel_is_no_preemption(other: Cluster, folder: Path, partition: str) -> None:
     """Where a preempted job comes back by requeue, and where by a successor that waits behind it."""
     job, run_dir = sft(other, folder, f"cancelled-{partition}", partition, 100_000)
