@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from loguru import logger
 
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.store.dataset.files import find_data
@@ -284,8 +285,28 @@ def test_a_bad_row_is_said_when_its_step_comes_not_before() -> None:
 
 def test_a_data_set_without_a_usable_row_is_an_error_not_an_endless_loop() -> None:
     stream = one_stream(make=lambda rows: [RowResult([], RowCounts(rows=1, untrained=1)) for _ in rows])
-    with pytest.raises(SFTDataError, match=r"no row of the data set can be trained on.*untrained=1"):
+    with pytest.raises(SFTDataError, match=r"can be trained on: of 45 rows so far: 45 without anything to train"):
         stream.next()
+
+
+def test_rows_without_samples_are_counted_when_they_are_passed_and_are_said_where_they_are_many() -> None:
+    counts = [result.counts for result in tokenise(range(NUM_ROWS))]
+    stream, order = one_stream(), RowOrder(NUM_ROWS, seed=3, shuffle=True)
+    for _ in range(20):
+        stream.next()
+        passed = [counts[order.row_at(place)] for place in range(stream.position.row)]
+        assert stream.position.counts == sum(passed, RowCounts())
+
+    def few(rows: Sequence[int]) -> list[RowResult]:
+        return tokenise([1 if row == 4500 else 17 for row in rows])
+
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}")
+    sparse = SampleStream(few, RowOrder(5000, seed=3, shuffle=False), SHAPE, RankGroup(10), share=0, num_shares=1)
+    sparse.next()
+    logger.remove(sink)
+    assert sparse.position.row == 4 * 5000 + 4501 and sparse.position.counts.rows == sparse.position.row
+    assert len(said) == 3 and ": 1,000 longer than seq_len" in said[0] and ": 4,000 longer" in said[2], said
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 40])

@@ -7,7 +7,7 @@ import math
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from prime_hpc import __version__
 from prime_hpc.config.sections.sft import COLUMNS
-from prime_hpc.observe.report import left_out
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.new_file import new_file
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -129,8 +128,7 @@ def _count(
         counts += [part for part, *_ in gathered if ranks.rank == 0]
         tokens += [part for _, part, *_ in gathered if ranks.rank == 0]
     if is_barren:
-        figures = {f"data/{name}": count for name, count in asdict(seen).items()}
-        raise SFTDataError(f"{label}: no row can be trained on: {left_out(figures)}")
+        raise SFTDataError(f"{label}: no row can be trained on: {seen.left_out()}")
     return Lengths(np.concatenate(counts), np.concatenate(tokens)) if ranks.rank == 0 else None
 
 

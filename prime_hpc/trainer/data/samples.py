@@ -1,7 +1,7 @@
 """One row to its token-exact samples: parse, render, tokenise, cut to length."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.observe.report import left_out
 from prime_hpc.store.dataset.token_rows import TokenRow
 from prime_hpc.trainer.data.images import EncodedImage
 from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, parse_row
@@ -116,6 +117,10 @@ class RowCounts:
     def values(self) -> tuple[int, ...]:
         """In the fields' order."""
         return self.rows, self.overlong, self.truncated, self.untrained, self.bad, self.unended, self.unshown
+
+    def left_out(self) -> str:
+        """Word what did not train as it is, and why."""
+        return left_out({f"data/{name}": count for name, count in asdict(self).items()})
 
 
 @dataclass(frozen=True)

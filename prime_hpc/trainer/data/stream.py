@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.store.batch.packing import pack, pack_by_number
@@ -70,16 +71,23 @@ class BatchShape:
     """Guess before a length is known."""
 
 
+BARREN_ROWS = 1000
+"""So many rows in a row that give no sample are said; then a stretch twice as long, and so on."""
+
+
 @dataclass
 class _Row:
-    """Facts that all ranks know of a row that waits to be used."""
+    """Facts that all ranks know of a row with samples, or in error, that waits to be used."""
 
+    place: int
     index: int
     lengths: list[int]
     sizes: list[int]
     """Bytes of each sample on its way to the rank that trains it."""
     splits: list[int]
     """Tokens of the first side of each sample, see `SFTSample.split`."""
+    before: RowCounts
+    """Of the rows without samples between the last one that has any and this one."""
     counts: RowCounts
     error: str | None
     holder: int
@@ -211,7 +219,8 @@ class SampleStream:
         self._waiting: deque[_Row] = deque()
         self._held: dict[int, list[SFTSample]] = {}  # by place: the samples that this rank tokenised
         self._mean_length = self._shape.mean_length
-        self._barren = 0
+        self._barren, self._num_barren, self._barren_told = RowCounts(), 0, BARREN_ROWS
+        """Of the rows read last that gave no sample."""
 
     def agree(self, go_on: bool) -> bool:
         """Return whether every rank goes on."""
@@ -262,7 +271,8 @@ class SampleStream:
         indices = [self._order.row_at(place) for place in own]
         results = self._tokenise(indices)
         for place, result in zip(own, results, strict=True):
-            self._held[place] = result.samples
+            if result.samples:
+                self._held[place] = result.samples
         told = [
             (index, [(len(s.token_ids), s.num_bytes, s.split) for s in result.samples], result.counts, result.error)
             for index, result in zip(indices, results, strict=True)
@@ -272,9 +282,11 @@ class SampleStream:
             holder, turn = (place - self._next_row) % size, (place - self._next_row) // size
             index, measures, counts, error = gathered[holder][turn]
             lengths, sizes, splits = ([measure[i] for measure in measures] for i in range(3))
-            self._waiting.append(_Row(index, lengths, sizes, splits, counts, error, holder))
-            if error is None:
-                self._barren = 0 if lengths else self._barren + 1
+            if not lengths and error is None:
+                self._barren, self._num_barren = self._barren + counts, self._num_barren + 1
+                continue
+            self._waiting.append(_Row(place, index, lengths, sizes, splits, self._barren, counts, error, holder))
+            self._barren, self._num_barren = RowCounts(), 0
         self._next_row = stop
         lengths = [n for row in self._waiting for n in row.lengths]
         if lengths:
@@ -283,14 +295,14 @@ class SampleStream:
 
     def _check_barren(self) -> None:
         """Raise SFTDataError where no row gives a sample; what is wrong with a row that waits is told in its turn."""
+        seen = replace(self._barren, rows=self._num_barren).left_out()
         # of two epochs' rows one epoch is whole; fewer may be the end of one and the beginning of the next
-        is_barren = self._barren >= 2 * self._order.num_rows and self.last_row is None
-        if is_barren and all(row.error is None for row in self._waiting):
-            seen = self._waiting[-1].counts if self._waiting else RowCounts()
-            raise SFTDataError(
-                f"no row of the data set can be trained on: {self._barren} in a row gave no sample (longer than "
-                f"seq_len, nothing of the roles of sft.data.loss_roles in them, or skipped; the last one: {seen})"
-            )
+        if self._num_barren >= 2 * self._order.num_rows and self.last_row is None and not self._waiting:
+            raise SFTDataError(f"no row of the data set can be trained on: {seen}")
+        if self._num_barren >= self._barren_told:
+            self._barren_told = 2 * self._num_barren
+            if self._ranks.rank == 0:
+                logger.warning(f"a stretch of rows that gave no sample: {seen}")
 
     def _choose(self) -> list[tuple[int, int]]:
         """(place in the queue, sample of that row) of the next batch."""
@@ -362,14 +374,14 @@ class SampleStream:
         self, chosen: list[tuple[int, int]], lengths: NDArray[np.int64], share_of: dict[int, int]
     ) -> dict[int, SFTSample]:
         """Return the samples of this rank's share, from the ranks that tokenised them."""
-        ranks, first = self._ranks, self._next_row - len(self._waiting)
+        ranks = self._ranks
         local_share = self._shares[ranks.rank]
         sent: list[list[NDArray[np.uint8]]] = [[np.zeros(0, np.uint8)] for _ in range(self._num_shares)]
         coming: list[list[int]] = [[] for _ in range(ranks.world_size)]
         for i, (row, sub) in enumerate(chosen):
             holder = self._waiting[row].holder
             if holder == ranks.rank:
-                sent[share_of[i]].append(self._held[first + row][sub].packed())
+                sent[share_of[i]].append(self._held[self._waiting[row].place][sub].packed())
             if share_of[i] == local_share:
                 coming[holder].append(i)
         by_share = [np.concatenate(parts) for parts in sent]
@@ -388,13 +400,18 @@ class SampleStream:
 
     def _advance(self, chosen: list[tuple[int, int]]) -> None:
         """Forget what is used up."""
-        last, sub = chosen[-1]
-        position = self.position
-        row, counts = position.row, position.counts
-        used = last + 1 if sub + 1 == len(self._waiting[last].lengths) else last
-        left = 0 if used == last + 1 else sub + 1
-        first = self._next_row - len(self._waiting)
-        for place in range(first, first + used):
-            counts += self._waiting.popleft().counts
-            self._held.pop(place, None)
-        self.position = Position(row + used, left, position.samples + len(chosen), counts)
+        number, sub = chosen[-1]
+        last, position = self._waiting[number], self.position
+        is_used = sub + 1 == len(last.lengths)
+        counts = position.counts
+        for _ in range(number + is_used):
+            row = self._waiting.popleft()
+            counts += row.before + row.counts
+            self._held.pop(row.place, None)
+        if is_used:
+            place, left = last.place + 1, 0
+        else:
+            place, left = last.place, sub + 1
+            counts += last.before
+            last.before = RowCounts()
+        self.position = Position(place, left, position.samples + len(chosen), counts)
