@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +18,13 @@ from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import number_of, parse_row
 from prime_hpc.runtime.clock import AwakeClock
 
+Doing = Mapping[str, Sequence[Mapping[str, Any]]]
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 12
 """Values of a curve in a line, and so many are kept."""
+QUIET_S = 60.0
+"""After so long without a line, and three times as long as a step takes, it is said what the roles do; then after twice
+as long, and so on."""
 
 
 def sparkline(values: Sequence[float], width: int = CURVE) -> str:
@@ -112,6 +116,11 @@ def _with_numbers(row: dict[str, Any]) -> dict[str, Any]:
     return row | {key: number for key, number in texts.items() if number is not None}
 
 
+def _words(row: Mapping[str, Any]) -> str:
+    """Write what processes of a role do."""
+    return str(row.get("phase", "?")) + (f" (waits for {row['awaits']})" if row.get("awaits") else "")
+
+
 class Console:
     """Joins the trainer's and the orchestrator's rows of a step into one line."""
 
@@ -145,11 +154,17 @@ class Console:
         self._progress: Any = None
         self._tasks: dict[str, Any] = {}
         self._said_at = 0.0
+        self._quiet_since = self._clock.now()
+        self._quiet_s = QUIET_S
         self._has_complained = False
 
-    def tick(self, waiting: dict[str, float]) -> None:
+    def tick(self, waiting: dict[str, float], doing: Callable[[], Doing] = dict) -> None:
         """Show what is new.
-        `waiting`: label of each role that is not ready, and for how many seconds it has been starting."""
+
+        Args:
+            waiting: label of each role that is not ready, and for how many seconds it has been starting.
+            doing: by role, what its processes do now (rows of `phase`, `awaits`, `count`). Asked for now and then.
+        """
         self._show_waiting(waiting)
         trained = [row for row in self._new_rows(self._trainer) if "time/step" in row]
         for run in {row["run"] for row in trained if "run" in row} - self._orchestrators.keys():
@@ -161,8 +176,13 @@ class Console:
             )
         for row in trained:
             self._show_step(row)
-        for row in self._new_rows(self._episodes) if self._kind in ("eval", "synthesize") else ():
+        played = self._new_rows(self._episodes) if self._kind in ("eval", "synthesize") else []
+        for row in played:
             self._show_episodes(row)
+        if waiting or trained or played:
+            self._quiet_since, self._quiet_s = self._clock.now(), QUIET_S
+        else:
+            self._show_quiet(doing)
 
     def seconds(self) -> dict[str, float]:
         """Split the trainer's time: useful, waiting for rollouts, saving."""
@@ -204,6 +224,16 @@ class Console:
         elif waiting and time.monotonic() - self._said_at > 15:
             self._said_at = time.monotonic()
             logger.info("starting: " + ", ".join(f"{label} {s:.0f} s" for label, s in sorted(waiting.items())))
+
+    def _show_quiet(self, doing: Callable[[], Doing]) -> None:
+        quiet_s = self._clock.now() - self._quiet_since
+        if quiet_s < max(self._quiet_s, 3 * max(self._times, default=0.0)):
+            return
+        self._quiet_s = 2 * quiet_s
+        if told := ", ".join(f"{role} {'; '.join(map(_words, rows))}" for role, rows in doing().items()):
+            what = "step" if self._kind in ("rl", "sft") else "episode"
+            after = "" if self._step is None else f" after {self._step}"
+            logger.info(f"no {what}{after} for {duration(quiet_s)}: {told}")
 
     def _draw_progress(self, waiting: dict[str, float]) -> None:
         if self._progress is None:

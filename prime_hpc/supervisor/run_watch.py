@@ -107,8 +107,12 @@ class RunWatch:
             "alarms": self._alarms.shown(),
             "servers": self._loads.facts(),
             "gpus": self._gpus.facts(),
-            "doing": doing(dict(self._bus_statuses)),
+            "doing": self.doing(),
         }
+
+    def doing(self) -> dict[str, list[dict[str, Any]]]:
+        """Return by role what its processes do now."""
+        return doing(dict(self._bus_statuses))
 
     def close(self) -> None:
         """Watch no more."""

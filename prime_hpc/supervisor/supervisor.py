@@ -250,7 +250,7 @@ class Supervisor:
         if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
             logger.info(f"all roles are ready after {self._ready_at - self.attempt.began:.0f} s")
-        self._console.tick(waiting)
+        self._console.tick(waiting, self._run_watch.doing)
         self._live.write(**self._facts())
         workers = [r for r in self._led.roles if not r.is_server]
         if all(r.state == "done" for r in workers) and (self._children is None or self._children.is_idle):

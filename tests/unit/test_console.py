@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.observe.console import CURVE, Console, Tail
+from prime_hpc.observe.console import CURVE, Console, Doing, Tail
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.runtime.clock import AwakeClock
 from tests.support.metric_rows import trainer_row, write_rows
 
 
@@ -40,6 +41,30 @@ def test_console_joins_both_sides_of_a_step(tmp_path: Path, capsys: pytest.Captu
     ):
         assert part in line
     assert console.seconds() == {"useful": 1.0, "waiting": 1.0, "saving": 0.0}
+
+
+def test_it_is_said_who_does_what_while_no_step_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logger("supervisor")
+    now = [0.0]
+    console = Console(tmp_path, 40, kind="sft", clock=AwakeClock(lambda: now[0], max_gap_s=math.inf))
+    doing: Doing = {
+        "trainer": [{"phase": "data", "awaits": "", "count": 2}],
+        "x": [{"phase": "wait", "awaits": "weights 3"}],
+    }
+
+    def lines_until(end: float) -> list[str]:
+        while now[0] < end:
+            now[0] += 1.0
+            console.tick({}, lambda: doing)
+        return capsys.readouterr().out.splitlines()
+
+    first, second = lines_until(200)
+    assert "no step for 1:00: trainer data, x wait (waits for weights 3)" in first and "no step for 2:00" in second
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1) | {"time/step": 50.0, "time/wait": 0.0}])
+    step, *rest = lines_until(450)
+    assert "1/40" in step and [line.partition(": ")[0].split("no ")[1] for line in rest] == ["step after 1 for 2:30"]
+    console.close()
+    assert not capsys.readouterr().out
 
 
 def test_console_says_where_nothing_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
