@@ -9,14 +9,12 @@ Then the tasks themselves are compared: what an evaluation would take although t
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loguru import logger
 
 from prime_hpc.envs.errors import EnvError
-
-if TYPE_CHECKING:
-    from prime_hpc.envs.task_sources import EnvSource
+from prime_hpc.envs.task_sources import EnvSource, prompt_of
 
 CANDIDATES = 2
 """So many times the tasks that an evaluation asks for are looked at, to replace those that are left out."""
@@ -51,7 +49,7 @@ def as_json(data: Any, exclude: set[str]) -> str:
 
 
 def leave_out_trained(
-    evaluated: Sequence["EnvSource"], trained: Sequence["EnvSource"], num_examples: int | Sequence[int]
+    evaluated: Sequence[EnvSource], trained: Sequence[EnvSource], num_examples: int | Sequence[int]
 ) -> None:
     """Choose each evaluation environment's first `num_examples` tasks that no training environment has.
 
@@ -81,22 +79,23 @@ def leave_out_trained(
             source.choose(left)
 
 
-def _common(tasks: Sequence[Any], trained: "EnvSource") -> set[int]:
+def _common(tasks: Sequence[Any], trained: EnvSource) -> set[int]:
     """Find which of the tasks a training environment has. Most of its tasks are ruled out by their prompt alone."""
-    prompts = {_prompt(task) for task in tasks}
+    prompts = {prompt_of(task) for task in tasks}
     wanted: dict[str, set[int]] = {}
     for index, task in enumerate(tasks):
         wanted.setdefault(content(task), set()).add(index)
     found: set[int] = set()
-    for task in _each(trained):
-        if _prompt(task) in prompts:
+    for task in _each(trained, prompts):
+        if prompt_of(task) in prompts:
             found |= wanted.get(content(task), set())
     return found
 
 
-def _each(source: "EnvSource") -> Iterator[Any]:
+def _each(source: EnvSource, prompts: set[str]) -> Iterator[Any]:
+    """Yield the tasks that may have one of these prompts."""
     if source.num_tasks is not None:
-        yield from map(source.task, range(source.num_tasks))
+        yield from map(source.task, source.may_ask(prompts))
         return
     deadline = time.monotonic() + MAKING_S
     for index in range(SEEN):
@@ -107,8 +106,3 @@ def _each(source: "EnvSource") -> Iterator[Any]:
                 f"first {index + 1} alone"
             )
             return
-
-
-def _prompt(task: Any) -> str:
-    prompt = task.data.prompt
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)

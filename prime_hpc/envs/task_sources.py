@@ -5,11 +5,13 @@ Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_t
 
 import contextlib
 import itertools
+import json
 import pickle
 import threading
 import time
 import weakref
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -97,6 +99,12 @@ class OfAnyNumber(Protocol):
     differ_in_data: Literal[True]
 
 
+def prompt_of(task: Any) -> str:
+    """Return a task's prompt as text."""
+    prompt = task.data.prompt
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
+
+
 class PackedTasks:
     """A long list's tasks by number, each made when it is taken: as objects a row costs 4 KiB, packed a tenth of it."""
 
@@ -109,10 +117,13 @@ class PackedTasks:
         self._unpacked: tuple[int, list[bytes]] = (-1, [])
         self._like: Any = None
         self._len = 0
+        self.prompts = array("q")
+        """A hash of each one's prompt, of this process."""
         while block := list(itertools.islice(found, self.BLOCK)):
             self._like = self._like or block[0]
             usual = self._like.data.__dict__  # what it shares with the first one, such as defaults, is not stored
             own = [{k: v for k, v in task.data.__dict__.items() if v is not usual.get(k)} for task in block]
+            self.prompts.extend(hash(prompt_of(task)) for task in block)
             self._blocks.append(zlib.compress(pickle.dumps([pickle.dumps(each) for each in own]), 1))
             self._len += len(block)
 
@@ -211,6 +222,14 @@ class EnvSource:
     def task_number(self, number: int) -> Any:
         """Return a task by its number in the whole split."""
         return self._tasks[self._position(number)]
+
+    def may_ask(self, prompts: Iterable[str]) -> Iterator[int]:
+        """Yield the tasks of a bounded split that may have one of these prompts: all, where looking at one is how to
+        know."""
+        tasks, hashes = self._tasks, {hash(prompt) for prompt in prompts}
+        for index in range(self.num_tasks or 0):
+            if not isinstance(tasks, PackedTasks) or tasks.prompts[self._position(self.number(index))] in hashes:
+                yield index
 
     def is_far(self, number: int) -> bool:
         """Return whether `task_number(number)` may take long: an endless taskset must make many others first."""
