@@ -11,6 +11,7 @@ from prime_hpc.config.run_files import RUN_YAML, TINKER_URL
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import STEP_KEYS, parse_row
+from prime_hpc.store.run_paths import list_steps
 
 _TAIL_BYTES = 96_000
 
@@ -105,8 +106,6 @@ def add_service(status: RunStatus, path: Path) -> None:
 
 def add_checkpoint(status: RunStatus, path: Path) -> None:
     """Add the newest checkpoint and when it was made."""
-    from prime_hpc.store.run_paths import list_steps
-
     elsewhere = line_of(path / RUN_YAML, "  path: ", after="ckpt:")
     parent = Path(elsewhere) if elsewhere and elsewhere != "null" else path / "checkpoints"
     try:
