@@ -1,18 +1,19 @@
 """Shared by the verbs: a command line taken apart, and JSON on standard output."""
 
 import json
-import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.cli.verb_table import VERBS
 from prime_hpc.config.errors import ConfigError, Problem, whole_number
+from prime_hpc.runtime.trees import with_leaves
 
 if TYPE_CHECKING:
     from prime_hpc.config import Loaded
@@ -40,6 +41,13 @@ class Given:
     def every(self, flag: str) -> list[str]:
         """Return all values of a flag that may be given several times."""
         return self.repeated.get(flag, [])
+
+    def tell(self, document: Callable[[], Any], text: Callable[[], str]) -> None:
+        """Print what a verb found: with --json the document, else the text."""
+        if "--json" in self:
+            print_json(document())
+        elif words := text():
+            print(words.removesuffix("\n"))
 
     def arguments(self, most: int, *, least: int = 0) -> list[str]:
         """Return the arguments. Raises a ConfigError for other flags, and where there are too many or too few."""
@@ -73,7 +81,7 @@ class Given:
             number = float(text or 1)
         except ValueError:
             number = 0.0
-        if not 0 < number < math.inf:
+        if not 0 < number < inf:
             raise ConfigError(f"{flag} {text}: must be a number of {what} above 0")
         return None if text is None else number
 
@@ -124,15 +132,8 @@ def say(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document on standard output; figures that are not finite, which JSON has not, as text."""
-    print(json.dumps(_without_nan(value), indent=2, ensure_ascii=False, default=str))
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    tree = with_leaves(value, lambda leaf, _: str(leaf) if isinstance(leaf, float) and not isfinite(leaf) else leaf)
+    print(json.dumps(tree, indent=2, ensure_ascii=False, default=str))
 
 
 def load(argv: list[str], verb: str, program: str) -> "Loaded":

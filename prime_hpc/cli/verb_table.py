@@ -36,10 +36,13 @@ class Verb:
     """Flags of the verb itself, which are no keys of the experiment: `-n, --lines N`, with their help."""
     module: str | None = None
     """Module below `prime_hpc.cli.verbs` that does it; None: it is an entrypoint that runs here."""
-    takes_experiment: bool = True
-    """True if its help lists the experiment's keys."""
     actions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """First words that it takes, each with the flags that go with it; empty: it has no such word."""
+
+    @property
+    def takes_experiment(self) -> bool:
+        """True if it reads an experiment's file, so that its help lists the experiment's keys."""
+        return "FILE" in self.usage and "--KEY VALUE" in self.usage
 
     @property
     def is_entrypoint(self) -> bool:
@@ -144,7 +147,6 @@ VERBS: dict[str, Verb] = {
             ("--allreduce, --no-allreduce", "all-reduce across the nodes (default: with more than one)"),
         ),
         "cluster.preflight",
-        False,
     ),
     "status": Verb(
         "State, step, reward, attempt, nodes and time left of one run, or of all under a folder.",
@@ -155,19 +157,12 @@ VERBS: dict[str, Verb] = {
             ("--all", "every run (default: those under way and the newest 50)"),
         ),
         "run.status",
-        False,
     ),
     "metrics": Verb(
         "A run's figures in Prometheus' text form; --scrape-config: how Prometheus reads all runs of a folder.",
         "RUN",
-        (
-            (
-                "--scrape-config",
-                "print a configuration for Prometheus instead, of a FOLDER's runs; makes its token",
-            ),
-        ),
+        (("--scrape-config", "print a configuration for Prometheus instead, of a FOLDER's runs; makes its token"),),
         "run.metrics",
-        False,
     ),
     "why": Verb(
         "Who waits for whom now, and who holds the run up: on this machine, or on all nodes of its job.",
@@ -179,7 +174,6 @@ VERBS: dict[str, Verb] = {
             ("--timeout S", "give up on nodes that do not answer within so many seconds (default 30)"),
         ),
         "run.why",
-        False,
     ),
     "logs": Verb(
         "Show a run's logs.",
@@ -196,7 +190,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "one JSON object a line"),
         ),
         "run.logs",
-        False,
     ),
     "shell": Verb(
         "A shell, or one command, where a role of a running run is: on its node, with its environment.",
@@ -209,7 +202,6 @@ VERBS: dict[str, Verb] = {
             ("--rank N", "rank of the trainer, or number of the server (default: 0)"),
         ),
         "run.shell",
-        False,
     ),
     "cancel": Verb(
         "End a run: it saves first, unless told not to.",
@@ -220,7 +212,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print as JSON"),
         ),
         "run.cancel",
-        False,
     ),
     "resume": Verb(
         "Start a stopped run again from its newest whole checkpoint.",
@@ -231,7 +222,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print the submit record as JSON"),
         ),
         "run.resume",
-        False,
     ),
     "sweep": Verb(
         "Many experiments: sweep submit|status|results|cancel|resume SWEEP.",
@@ -248,7 +238,6 @@ VERBS: dict[str, Verb] = {
             ("--timeout S", "cancel: seconds to wait for the saves"),
         ),
         "experiment.sweep",
-        False,
         {
             "submit": ("--dry-run", "--feed", "--every", "--json"),
             "status": ("--json", "--all"),
@@ -267,7 +256,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print as JSON"),
         ),
         "run.runs",
-        False,
         {
             "add": ("--id", "--json"),
             "list": ("--json",),
@@ -280,7 +268,6 @@ VERBS: dict[str, Verb] = {
         "RUN_A RUN_B",
         (("--json", "print as JSON"),),
         "run.diff",
-        False,
     ),
     "report": Verb(
         "One HTML page of a run, several, or a sweep: curves, timeline, accounting, rollouts; needs no network.",
@@ -291,7 +278,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print figures and accounting as JSON"),
         ),
         "run.report",
-        False,
     ),
     "usage": Verb(
         "What runs cost: hours charged, effective, lost and queued, by run, sweep or user.",
@@ -302,7 +288,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print as JSON"),
         ),
         "run.usage",
-        False,
     ),
     "replay": Verb(
         "Train again on a run's stored batches, without inference, and compare with what was recorded, bit for bit.",
@@ -316,7 +301,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print as JSON"),
         ),
         "run.replay",
-        False,
     ),
     "export": Verb(
         "Write a run's rollouts into one Parquet file, or (--merged) an adapter and its base as one model directory.",
@@ -330,7 +314,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print as JSON"),
         ),
         "run.export",
-        False,
     ),
     "archive": Verb(
         "Pack what is final of a run that is over into one verified file, or bring it back from there.",
@@ -345,7 +328,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print as JSON"),
         ),
         "run.archive",
-        False,
     ),
     "doctor": Verb(
         "Say what of this machine, its Slurm and a directory would trouble a run.",
@@ -356,14 +338,12 @@ VERBS: dict[str, Verb] = {
             ("--json", "print as JSON"),
         ),
         "cluster.doctor",
-        False,
     ),
     "site": Verb(
         "Site profiles: site list | show NAME | probe.",
         "list | show NAME | probe",
         (("--output FILE", "where probe writes its draft"), ("--json", "print as JSON")),
         "cluster.site",
-        False,
         {"list": ("--json",), "show": ("--json",), "probe": ("--output", "--json")},
     ),
     "env": Verb(
@@ -376,7 +356,6 @@ VERBS: dict[str, Verb] = {
             ("--json", "print as JSON"),
         ),
         "cluster.env",
-        False,
         {"pack": ("--output", "--format", "--mount", "--json"), "show": ("--json",)},
     ),
     "completion": Verb(
@@ -384,7 +363,6 @@ VERBS: dict[str, Verb] = {
         "bash|zsh|fish",
         (("--words WORDS", ""), ("--line LINE", "")),
         "completion",
-        False,
         dict.fromkeys(("bash", "zsh", "fish"), ()),
     ),
     "rl": Verb(

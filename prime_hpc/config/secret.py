@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.runtime.trees import with_leaves
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
@@ -172,20 +173,12 @@ def is_secret(name: str, value: Any) -> bool:
 def hide(value: Any, name: str = "", make: Callable[[str], "Secret"] = Secret.stated) -> Any:
     """Return a plain value with its secrets as `Secret`s, those of mappings and lists in it too. `make`: from a text;
     `Secret` where that is the secret itself, whatever it begins with."""
-    if isinstance(value, dict):
-        return {key: hide(inner, str(key), make) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [hide(inner, name, make) for inner in value]
-    return make(value) if is_secret(name, value) else value
+    return with_leaves(value, lambda leaf, key: make(leaf) if is_secret(key, leaf) else leaf, name)
 
 
 def revealed(value: Any) -> Any:
     """Return a value with the texts of its secrets: for whoever must hand it on."""
-    if isinstance(value, Secret):
-        return value.reveal()
-    if isinstance(value, Mapping):
-        return {key: revealed(inner) for key, inner in value.items()}
-    return [revealed(inner) for inner in value] if isinstance(value, list) else value
+    return with_leaves(value, lambda leaf, _: leaf.reveal() if isinstance(leaf, Secret) else leaf)
 
 
 def _hidden_mapping(value: dict[str, Any]) -> dict[str, Any]:
@@ -198,11 +191,7 @@ def _free_mapping() -> Any:
     from pydantic import AfterValidator, PlainSerializer
 
     def dumped(value: Any) -> Any:
-        if isinstance(value, Secret):
-            return MASK
-        if isinstance(value, dict):
-            return {key: dumped(inner) for key, inner in value.items()}
-        return [dumped(inner) for inner in value] if isinstance(value, list) else value
+        return with_leaves(value, lambda leaf, _: MASK if isinstance(leaf, Secret) else leaf)
 
     return AfterValidator(_hidden_mapping), PlainSerializer(dumped)
 
@@ -239,13 +228,13 @@ def secrets_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 def anchored(tree: Any, folder: Path, name: str = "") -> Any:
     """Return a plain tree whose `@FILE`s are absolute; they were meant from `folder`. One that holds a `${...}` stays
     as it is until that is resolved."""
-    if isinstance(tree, dict):
-        return {key: anchored(inner, folder, str(key)) for key, inner in tree.items()}
-    if isinstance(tree, list):
-        return [anchored(inner, folder, name) for inner in tree]
-    if isinstance(tree, str) and tree[:1] == FILE_MARK and tree[1:] and "${" not in tree and names_secret(name):
-        return f"{FILE_MARK}{(folder / Path(tree[1:].strip()).expanduser()).absolute()}"
-    return tree
+
+    def from_the_root(leaf: Any, key: str) -> Any:
+        if isinstance(leaf, str) and leaf[:1] == FILE_MARK and leaf[1:] and "${" not in leaf and names_secret(key):
+            return f"{FILE_MARK}{(folder / Path(leaf[1:].strip()).expanduser()).absolute()}"
+        return leaf
+
+    return with_leaves(tree, from_the_root, name)
 
 
 def taken_out(tree: Any, prefix: str = "", name: str = "") -> tuple[Any, dict[str, str]]:

@@ -19,10 +19,10 @@ from prime_hpc.config.experiment import ALONE
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.evals.episodes import RESULTS, results_file
 from prime_hpc.evals.versions import Version, find_versions
-from prime_hpc.store.artifact import MANIFEST, read_manifest
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.files import write_atomic
+from prime_hpc.store.manifest import MANIFEST, read_manifest
 from prime_hpc.store.model.files import chat_template
 from prime_hpc.store.model.fingerprint import weights_fingerprint
 

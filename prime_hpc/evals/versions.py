@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
-from prime_hpc.store.artifact import MANIFEST
+from prime_hpc.store.manifest import MANIFEST
 from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.run_paths import list_steps, step_name
 from prime_hpc.store.weights import went_over_network

@@ -15,9 +15,9 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.inference.policy import UnavailableError
-from prime_hpc.store.artifact import ArtifactError, Manifest, StoreError, Unreadable, read_manifest, verify_artifact
-from prime_hpc.store.errors import PROOFS
+from prime_hpc.store.errors import PROOFS, ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io.files import await_name
+from prime_hpc.store.manifest import Manifest, read_manifest, verify_artifact
 from prime_hpc.store.model import files as model_files
 from prime_hpc.weight_transport.transport import VersionReader, transport_of
 

@@ -15,7 +15,7 @@ from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON, STOP
 from prime_hpc.kubernetes.job_id import objects_of
 from prime_hpc.launch.how_ended import how_it_ended, is_well, last_row, newest_words, own_end, saved_step
-from prime_hpc.runtime.backoff import Backoff
+from prime_hpc.runtime.clock import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, run_slurm
 from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.slurm.queue import jobs_of

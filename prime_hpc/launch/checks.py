@@ -29,13 +29,7 @@ from prime_hpc.runtime.device import planned_device
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
-from prime_hpc.store.model.files import (
-    other_format,
-    other_vocabulary,
-    quantised,
-    stored_tensors,
-    without_head,
-)
+from prime_hpc.store.model.files import other_format, other_vocabulary, quantised, stored_tensors, without_head
 from prime_hpc.store.run_paths import list_steps, parse_step, step_name
 from prime_hpc.store.weights import holds_changes, went_over_network
 

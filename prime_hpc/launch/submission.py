@@ -26,13 +26,7 @@ from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, show_job, why_not_in_force
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.jobs import ENDED, JobInfo, jobs
-from prime_hpc.slurm.queue import (
-    Submission,
-    queue_successor,
-    render_submission,
-    resolve_pending_submission,
-    send,
-)
+from prime_hpc.slurm.queue import Submission, queue_successor, render_submission, resolve_pending_submission, send
 from prime_hpc.slurm.queue_facts.waiting import limit_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, error_lines
 from prime_hpc.slurm.submission_record import add_to_record, cluster_of, submitting

@@ -44,6 +44,11 @@ def _metrics(of: str | Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {metric: (value,) for metric, value in of.items()}
 
 
+def each(prefix: str, names: str) -> dict[str, str]:
+    """Return metrics that begin alike, with the rest of their names as the label's value."""
+    return {prefix + name: name for name in names.split()}
+
+
 TRAINER: dict[str, Family] = {
     "trainer_steps_total": counter("Steps."),
     "trainer_tokens_total": counter("Tokens trained on.", of="num_tokens"),
@@ -52,13 +57,7 @@ TRAINER: dict[str, Family] = {
     "trainer_phase_seconds_total": counter(
         "Time of rank 0 by what it did; wait: for a batch.",
         "phase",
-        of={
-            "time/wait": "wait",
-            "time/forward_backward": "forward_backward",
-            "time/optim": "optim",
-            "time/publish": "publish",
-            "time/checkpoint": "checkpoint",
-        },
+        of=each("time/", "wait forward_backward optim publish checkpoint"),
     ),
     "trainer_step_seconds": gauge("Length of the last step.", of="time/step"),
     "trainer_loss": gauge("Loss of the last step.", of="loss"),
@@ -156,23 +155,12 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_episodes_total": counter(
         "Episodes that ended, by how.",
         "state",
-        of={
-            "episodes/completed": "completed",
-            "episodes/failed": "failed",
-            "episodes/timeout": "timeout",
-            "episodes/cancelled": "cancelled",
-        },
+        of=each("episodes/", "completed failed timeout cancelled"),
     ),
     "orchestrator_groups_total": counter(
         "Groups of rollouts, by what became of them.",
         "fate",
-        of={
-            "groups/opened": "opened",
-            "groups/completed": "completed",
-            "groups/dropped": "dropped",
-            "groups/rejected": "rejected",
-            "groups/stale": "stale",
-        },
+        of=each("groups/", "opened completed dropped rejected stale"),
     ),
     "orchestrator_tokens_total": counter(
         "Tokens of ended episodes.", "kind", of={"tokens/prompt": "prompt", "tokens/sampled": "sampled"}
@@ -197,15 +185,7 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_batch_groups": gauge(
         "Groups of the last batch, by what is true of them.",
         "kind",
-        of={
-            "groups/in_batch": "in_batch",
-            "groups/trained": "trained",
-            "groups/with_signal": "with_signal",
-            "groups/zero_signal": "zero_signal",
-            "groups/unscorable": "unscorable",
-            "groups/solved_all": "solved_all",
-            "groups/solved_none": "solved_none",
-        },
+        of=each("groups/", "in_batch trained with_signal zero_signal unscorable solved_all solved_none"),
     ),
     "orchestrator_group_reward_spread": gauge(
         "Mean difference between a group's greatest and least reward.", of="groups/reward_spread"
@@ -215,15 +195,7 @@ ORCHESTRATOR: dict[str, Family] = {
         "Tokens sampled for a rollout of the last batch, its percentiles; untruncated: of those that were not cut at a "
         "limit; above, below: those whose reward is so in their group.",
         "stat",
-        of={
-            "completion/tokens_mean": "mean",
-            "completion/tokens_max": "max",
-            "completion/tokens_p10": "p10",
-            "completion/tokens_p90": "p90",
-            "completion/tokens_mean_untruncated": "mean_untruncated",
-            "completion/tokens_mean_above": "mean_above",
-            "completion/tokens_mean_below": "mean_below",
-        },
+        of=each("completion/tokens_", "mean max p10 p90 mean_untruncated mean_above mean_below"),
     ),
     "orchestrator_prompt_tokens": gauge(
         "Tokens of a rollout of the last batch that were not sampled: its prompt, what tools and users said.",
@@ -282,8 +254,7 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_empty_seats_ratio": gauge(
         "Share of the seats that was empty over the step, by what kept them so; all: the sum.",
         "cause",
-        of={"queue/empty_seats": "all"}
-        | {f"queue/empty_{c}": c for c in ("tail", "gate", "weights", "servers", "end")},
+        of={"queue/empty_seats": "all"} | each("queue/empty_", "tail gate weights servers end"),
     ),
     "orchestrator_served_version": gauge("Version that the engines sample from.", of="policy/served_version"),
     "orchestrator_weight_update_seconds": gauge(

@@ -64,7 +64,7 @@ from prime_hpc.orchestrator.setup import gate_of
 from prime_hpc.orchestrator.weight_sync import WeightSync, wait_for_event
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.event_loops import loop_time
-from prime_hpc.store.artifact import Manifest
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.model.config import rows_of
 
 TICK_S = 1.0

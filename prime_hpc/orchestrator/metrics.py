@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +218,7 @@ def _env_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str]) -> dic
 
 def group_metrics(counts: GroupCounts) -> dict[str, int]:
     """Compute what happened to groups since the last batch."""
-    return {
-        "groups/opened": counts.opened,
-        "groups/completed": counts.completed,
-        "groups/dropped": counts.dropped,
-        "groups/rejected": counts.rejected,
-        "groups/stale": counts.stale,
-    }
+    return {f"groups/{fate}": count for fate, count in asdict(counts).items()}
 
 
 class SampleLog:

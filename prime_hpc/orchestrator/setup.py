@@ -27,10 +27,10 @@ from prime_hpc.orchestrator.algorithms.teacher import FrozenServer, Teacher
 from prime_hpc.orchestrator.bench import gate_of_bench
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.runtime.role_context import ENV_KEY, RoleContext
-from prime_hpc.store.artifact import check_file, read_manifest
 from prime_hpc.store.batches import find_batch, read_state
 from prime_hpc.store.checkpoint.checkpoints import ORCHESTRATOR_STATE
 from prime_hpc.store.io.files import retry_read
+from prime_hpc.store.manifest import check_file, read_manifest
 from prime_hpc.store.run_paths import RunPaths
 
 DEFAULT_READY_TIMEOUT_S = 900.0

@@ -23,9 +23,9 @@ from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.server_news import ServerNews
 from prime_hpc.orchestrator.weight_sync import READER, WeightSync, wait_for_event
 from prime_hpc.runtime.event_loops import loop_time
-from prime_hpc.store.artifact import ArtifactError, wait_for_artifact
-from prime_hpc.store.errors import ArtifactTimeout
+from prime_hpc.store.errors import ArtifactError, ArtifactTimeout
 from prime_hpc.store.leases import drop_lease, last_version, set_floor
+from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.store.weights import list_versions, newest_of_attempt
 
 ROLE = "orchestrator"

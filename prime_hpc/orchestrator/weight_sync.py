@@ -17,10 +17,10 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import in_loop, loop_time, task_group
-from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled, wait_for_artifact
-from prime_hpc.store.errors import FencedError
+from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, FencedError, StoreError, WaitCancelled
 from prime_hpc.store.leases import set_floor
 from prime_hpc.store.run_paths import check_incarnation
+from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.store.weights import list_versions, newest_of_attempt
 
 READER = "orchestrator"

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from prime_hpc.runtime.trees import with_leaves
+
 SCRIPTS = ("uPlot.iife.min.js", "basics.js", "charts.js", "timeline.js", "rollouts.js", "compare.js", "views.js")
 STYLES = ("uPlot.min.css", "page.css")
 
@@ -53,18 +55,13 @@ def _asset(name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=str)
+    tree = with_leaves(value, _finite)
+    text = json.dumps(tree, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=str)
     text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no UTF-8
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return value
+def _finite(value: Any, _: str) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

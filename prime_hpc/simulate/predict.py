@@ -15,6 +15,7 @@ from prime_hpc.launch.plan.interval import interval_facts
 from prime_hpc.simulate.calibration import Calibration, differences, shortened
 from prime_hpc.simulate.events import ROUGH_ROLLOUTS, Outcome, simulate
 from prime_hpc.simulate.setting import Setting, other_shapes, reshaped, setting_of, shape_text
+from prime_hpc.slurm.placement import place_slurm
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,6 @@ def _loss(
     """Return the expected loss in percent, as `plan` states it, with this step time and measured saves."""
     if site is None or experiment.ckpt is None or calibration.write_s is None:
         return None
-    from prime_hpc.slurm.placement import place_slurm
-
     try:
         num_nodes = place_slurm(experiment, site).num_nodes
     except ConfigError as error:

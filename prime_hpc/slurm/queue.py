@@ -25,13 +25,7 @@ from prime_hpc.slurm.client import (
 )
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, jobs
 from prime_hpc.slurm.placement import Placement, place_slurm
-from prime_hpc.slurm.sbatch_errors import (
-    NothingQueued,
-    SlurmRefused,
-    job_without_answer,
-    jobs_of_cut_off_submit,
-    note,
-)
+from prime_hpc.slurm.sbatch_errors import NothingQueued, SlurmRefused, job_without_answer, jobs_of_cut_off_submit, note
 from prime_hpc.slurm.script import command_tail, escape_pattern, interpreter, render_job, restart_mode
 from prime_hpc.slurm.submission_record import (
     SUBMISSION_VARIABLE,

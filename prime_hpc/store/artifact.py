@@ -18,45 +18,12 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.store.errors import (
-    ArtifactError,
-    ArtifactExists,
-    ArtifactTimeout,
-    FencedError,
-    StoreError,
-    Unreadable,
-    WaitCancelled,
-)
+from prime_hpc.store.errors import ArtifactError, ArtifactExists, FencedError, StoreError, Unreadable
 from prime_hpc.store.io import files, lustre
 from prime_hpc.store.io.disk import disk_error, disk_errors
 from prime_hpc.store.io.files import FileEntry
-from prime_hpc.store.manifest import MANIFEST, Manifest, check_file, read_manifest, verify_artifact
+from prime_hpc.store.manifest import MANIFEST, Manifest, read_manifest
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
-from prime_hpc.store.waiting import wait_for_artifact
-
-__all__ = [
-    "MANIFEST",
-    "ArtifactError",
-    "ArtifactExists",
-    "ArtifactTimeout",
-    "ArtifactWriter",
-    "FencedError",
-    "FileEntry",
-    "Manifest",
-    "StoreError",
-    "Unreadable",
-    "WaitCancelled",
-    "check_file",
-    "clean_stale_stages",
-    "commit_stage",
-    "discard",
-    "hash_files",
-    "prepare_stage",
-    "read_manifest",
-    "stage_dir",
-    "verify_artifact",
-    "wait_for_artifact",
-]
 
 SET_ASIDE = "set-aside-"
 """Prefix of what bore an artifact's name and was none, or was whole and above the step that an attempt went back to."""

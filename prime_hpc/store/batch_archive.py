@@ -12,10 +12,11 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, discard, verify_artifact
+from prime_hpc.store.artifact import ArtifactWriter, discard
 from prime_hpc.store.batches import RAW, STATE, is_given
-from prime_hpc.store.errors import FencedError, StoreError
+from prime_hpc.store.errors import ArtifactError, FencedError, StoreError
 from prime_hpc.store.io import files, zstd
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.run_paths import RunPaths, list_steps
 
 LEFT_PLAIN = 2

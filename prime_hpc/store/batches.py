@@ -11,17 +11,10 @@ from typing import Any, TypeVar
 
 from loguru import logger
 
-from prime_hpc.store.artifact import (
-    MANIFEST,
-    ArtifactError,
-    StoreError,
-    clear_name,
-    discard,
-    is_artifact,
-    read_manifest,
-)
-from prime_hpc.store.errors import failed_read
+from prime_hpc.store.artifact import clear_name, discard, is_artifact
+from prime_hpc.store.errors import ArtifactError, StoreError, failed_read
 from prime_hpc.store.io import files
+from prime_hpc.store.manifest import MANIFEST, read_manifest
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps
 
 STATE = "orchestrator.json"

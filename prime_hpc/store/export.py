@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch
 from prime_hpc.store.batches import PastBatch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.new_file import new_file
+from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths
 
 COMPRESSIONS = ("zstd", "snappy", "gzip", "none")

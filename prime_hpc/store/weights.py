@@ -23,18 +23,11 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
-from prime_hpc.store.artifact import (
-    ArtifactError,
-    Manifest,
-    Unreadable,
-    clear_name,
-    discard,
-    is_artifact,
-    read_manifest,
-    verify_artifact,
-)
+from prime_hpc.store.artifact import clear_name, discard, is_artifact
 from prime_hpc.store.checkpoint.checkpoints import oldest_of_newest_whole, read_saved
+from prime_hpc.store.errors import ArtifactError, Unreadable
 from prime_hpc.store.leases import min_floor
+from prime_hpc.store.manifest import Manifest, read_manifest, verify_artifact
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps, step_name
 
 KEY = "delta"

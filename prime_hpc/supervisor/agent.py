@@ -55,13 +55,7 @@ from prime_hpc.runtime.tied_process import tied
 from prime_hpc.slurm.gpu_split import gpu_environment
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.store.messaging.network import (
-    ENGINES_PORT,
-    NUM_ENGINE_PORTS,
-    SERVER_PORTS,
-    Network,
-    network_environment,
-)
+from prime_hpc.store.messaging.network import ENGINES_PORT, NUM_ENGINE_PORTS, SERVER_PORTS, Network, network_environment
 from prime_hpc.store.messaging.sockets import ALL
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
 from prime_hpc.supervisor.attempt.lost_batch_host import requeue_orphaned_job

@@ -12,11 +12,10 @@ from loguru import logger
 
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import AwakeClock
-from prime_hpc.store.artifact import wait_for_artifact
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, WaitCancelled
 from prime_hpc.store.io.files import VISIBLE_S
-from prime_hpc.store.waiting import ListingPace
+from prime_hpc.store.waiting import ListingPace, wait_for_artifact
 from prime_hpc.trainer.batching.micro_batches import read_local_batch
 from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.data.fake import fake_source

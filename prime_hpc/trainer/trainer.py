@@ -16,12 +16,13 @@ from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import Status
 from prime_hpc.runtime.role_context import RoleContext, this_node
-from prime_hpc.store.artifact import Manifest, if_removable
+from prime_hpc.store.artifact import if_removable
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch_archive import RolloutArchiver
 from prime_hpc.store.batches import prune_batches
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
 from prime_hpc.store.io.room import RoomWait
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.store.messaging.run_bus import Bus
 from prime_hpc.store.model.fingerprint import model_identity

@@ -23,9 +23,9 @@ from loguru import logger
 
 from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.runtime.host_memory import HEADROOM, available_bytes
-from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.weights import KEY, Link, link_of
 from prime_hpc.weight_transport import delta_codec
 from prime_hpc.weight_transport.delta_image import DeltaReceiver

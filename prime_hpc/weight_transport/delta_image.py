@@ -25,11 +25,12 @@ import numpy as np
 import xxhash
 from loguru import logger
 
-from prime_hpc.store.artifact import Manifest, hash_files, verify_artifact
+from prime_hpc.store.artifact import hash_files
 from prime_hpc.store.errors import ArtifactError, StoreError, failed_read
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.manifest import Manifest, verify_artifact
 from prime_hpc.store.weights import link_of, read_chain
 from prime_hpc.weight_transport import delta_codec
 from prime_hpc.weight_transport.transport import node_lock

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.inference import WeightsConfig
-from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.io.shared_writer import RangeFile, open_ranges
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.weight_transport.transport import Place, Receiver, Sender, VersionForm, WholeFile
 
 

@@ -28,9 +28,9 @@ from typing import Any, Protocol
 
 from prime_hpc.config.named_code import TRANSPORTS
 from prime_hpc.config.sections.inference import WeightsConfig
-from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.manifest import Manifest
 
 DEFAULT = "files"
 

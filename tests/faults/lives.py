@@ -135,8 +135,8 @@ def _wait_for_progress(paths: RunPaths, life: Life, seen: int) -> None:
 
 
 def _is_of(paths: RunPaths, step: int, incarnation: int) -> bool:
-    from prime_hpc.store.artifact import read_manifest
     from prime_hpc.store.errors import ArtifactError
+    from prime_hpc.store.manifest import read_manifest
 
     try:
         return read_manifest(paths.rollouts_step(step)).incarnation == incarnation

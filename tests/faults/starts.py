@@ -21,9 +21,10 @@ from loguru import logger
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.config.child_config import as_child
 from prime_hpc.config.snapshot import share
-from prime_hpc.store.artifact import ArtifactError, StoreError, read_manifest
 from prime_hpc.store.attempts import Attempt, read_attempts
+from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.store.io import files
+from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.supervisor import main
 from prime_hpc.supervisor.attempt import early_end, resume

@@ -7,10 +7,12 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store import attempts
-from prime_hpc.store.artifact import ArtifactWriter, FencedError, verify_artifact
+from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.batches import list_batches, prune_batches, read_state
 from prime_hpc.store.checkpoint.checkpoints import list_checkpoints, prune_checkpoints, resolve_resume
+from prime_hpc.store.errors import FencedError
 from prime_hpc.store.leases import min_floor, set_floor
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.run_paths import RunPaths, current_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.supervisor.attempt.start import begin_attempt

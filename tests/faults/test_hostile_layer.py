@@ -18,16 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from loguru import logger
 
-from prime_hpc.store.artifact import (
-    ArtifactWriter,
-    FencedError,
-    StoreError,
-    clean_stale_stages,
-    hash_files,
-    prepare_stage,
-    verify_artifact,
-    wait_for_artifact,
-)
+from prime_hpc.store.artifact import ArtifactWriter, clean_stale_stages, hash_files, prepare_stage
 from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.batches import prune_batches, remove_batches_after
 from prime_hpc.store.checkpoint.checkpoints import (
@@ -36,10 +27,12 @@ from prime_hpc.store.checkpoint.checkpoints import (
     newest_first,
     prune_checkpoints,
 )
+from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io.files import make_dir, write_file
 from prime_hpc.store.leases import set_floor
-from prime_hpc.store.manifest import read_manifest
+from prime_hpc.store.manifest import read_manifest, verify_artifact
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
+from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.store.weights import prune_weights, remove_versions_after
 from tests.support.hostile.layer import Client, Killed, World
 from tests.unit.test_store_batches import assert_equal, make_rank

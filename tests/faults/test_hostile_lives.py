@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.store.artifact import ArtifactWriter, FencedError, verify_artifact
+from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.store.errors import FencedError
 from prime_hpc.store.io.files import make_dir
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights, remove_versions_after
 from tests.support.hostile.layer import World

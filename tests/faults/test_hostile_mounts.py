@@ -20,17 +20,19 @@ from loguru import logger
 from pyarrow import parquet
 
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
-from prime_hpc.store.artifact import ArtifactWriter, StoreError, verify_artifact, wait_for_artifact
+from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.batch.rank_files import read_rank_batches, write_batch
 from prime_hpc.store.batches import read_state
 from prime_hpc.store.dataset.files import find_data
-from prime_hpc.store.errors import ArtifactTimeout
+from prime_hpc.store.errors import ArtifactTimeout, StoreError
 from prime_hpc.store.io import retry_reads
 from prime_hpc.store.io.files import make_dir
 from prime_hpc.store.leases import min_floor, set_floor
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.data.messages import DataChangedError
 from prime_hpc.trainer.data.sources import ArrowRows, JsonLines, open_rows

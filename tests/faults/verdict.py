@@ -9,13 +9,13 @@ import numpy as np
 
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.batching.batch_builder import EPISODE_BITS
-from prime_hpc.store.artifact import MANIFEST, read_manifest, verify_artifact
 from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.batch.images import image_runs
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch
 from prime_hpc.store.batches import read_state
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.manifest import MANIFEST, read_manifest, verify_artifact
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.weight_transport.delta_image import restore
 from tests.faults.oracle import WORLD_SIZE, Oracle

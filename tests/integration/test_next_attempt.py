@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from prime_hpc.runtime.role_context import LED
-from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.checkpoint.rollback import rewind
+from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.messaging.bus import BusServer
 from prime_hpc.store.run_paths import claim_incarnation
 from tests.support.orchestrator_world import ScriptedTrainer, World, make_experiment

@@ -20,8 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_hpc.inference.check_version import read_signature, receive_version
-from prime_hpc.store.artifact import stage_dir, verify_artifact
+from prime_hpc.store.artifact import stage_dir
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap, map_weights

@@ -15,8 +15,8 @@ import pytest
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.evals.episodes import results_file
 from prime_hpc.runtime.process_tree import family
-from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.dataset.files import find_data
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.trainer.data.messages import Conversation, parse_row
 from prime_hpc.trainer.data.template import ChatTokenizer
 from tests.integration.test_evals import KEY, num_lines, run, start, wait_for_end

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from prime_hpc.evals.episodes import num_episodes, results_file
-from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.manifest import verify_artifact
 from tests.support.runs import BIN, ROOT, wait_until
 from tests.support.slurm import DONE, Cluster
 from tests.support.tiny_model import make_tiny_model

@@ -19,7 +19,8 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from prime_hpc.runtime.role_context import BUS
-from prime_hpc.store.artifact import MANIFEST, ArtifactWriter
+from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.store.manifest import MANIFEST
 from tests.support.runs import free_port
 from tests.support.tiny_tokenizer import make_tokenizer
 

@@ -21,12 +21,14 @@ from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.orchestrator.batching.batch_builder import EPISODE_BITS
 from prime_hpc.runtime.role_context import role_environment
-from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, ArtifactWriter, wait_for_artifact
+from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch
 from prime_hpc.store.batches import list_batches, read_state, remove_batches_after
+from prime_hpc.store.errors import ArtifactError, ArtifactTimeout
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.store.weights import prune_weights
 from tests.support.forked import ForkedProcess
 from tests.support.scripted_server import AdminServer, Reply

@@ -13,10 +13,10 @@ import pytest
 from prime_hpc.orchestrator.batching import batch_writer
 from prime_hpc.orchestrator.batching.batch_writer import BatchContent, BatchWriter
 from prime_hpc.runtime.role_context import LED
-from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.batch.rank_files import read_rank_batch
 from prime_hpc.store.batches import remove_batches_after
 from prime_hpc.store.errors import FencedError
+from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation

@@ -10,9 +10,10 @@ import pytest
 from prime_hpc.cli import entrypoints as cli
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.launch.by_hand import Nodes, ranks_of_all
-from prime_hpc.store.artifact import ArtifactError, StoreError, check_file
 from prime_hpc.store.checkpoint import newest
 from prime_hpc.store.checkpoint.failed_reads import FailedReads, list_failed_reads, record_failed_read
+from prime_hpc.store.errors import ArtifactError, StoreError
+from prime_hpc.store.manifest import check_file
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.trainer import command_line
 from prime_hpc.trainer.checkpointing import resume

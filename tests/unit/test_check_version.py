@@ -16,7 +16,8 @@ from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.inference import check_version
 from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
 from prime_hpc.inference.policy import UnavailableError
-from prime_hpc.store.artifact import ArtifactWriter, Unreadable
+from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.store.errors import Unreadable
 from prime_hpc.weight_transport.transport import VersionReader
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store.artifact import StoreError, Unreadable, verify_artifact
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint import import_checkpoint
 from prime_hpc.store.checkpoint.checkpoints import note_saved, resolve_resume
 from prime_hpc.store.checkpoint.newest import read_pointer
-from prime_hpc.store.errors import NoRoom
+from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
 from prime_hpc.store.io import files
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.supervisor.attempt.start import begin_attempt
 from tests.support.checkpoints import SHARD, damage, make_checkpoint, make_weights

@@ -7,11 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prime_hpc.store import batch_archive, batches
-from prime_hpc.store.artifact import FencedError, StoreError
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.batches import list_batches, prune_batches
 from prime_hpc.store.checkpoint.checkpoints import move_checkpoints_aside, prune_checkpoints, resolve_resume
+from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from prime_hpc.store.weights import list_versions, prune_weights

@@ -16,10 +16,9 @@ import torch
 from prime_hpc.config.sections.common import CkptConfig, ModelConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
 from prime_hpc.runtime.failures import is_permanent
-from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-from prime_hpc.store.errors import NoRoom
+from prime_hpc.store.errors import NoRoom, StoreError
 from prime_hpc.store.io import files, room
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.model.fingerprint import model_identity

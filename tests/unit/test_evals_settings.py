@@ -7,9 +7,7 @@ import pytest
 
 from prime_hpc.config import ConfigError
 from prime_hpc.config.absolute import from_the_root
-from prime_hpc.evals.episodes import (
-    results_file,
-)
+from prime_hpc.evals.episodes import results_file
 from prime_hpc.evals.settings import is_of, record, refuse_others, settings_of
 from tests.unit.test_evals import experiment
 

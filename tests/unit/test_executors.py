@@ -16,13 +16,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import write_site
 from prime_hpc.launch.job import local_job
 from prime_hpc.slurm.client import SlurmError, sbatch_answer
-from prime_hpc.slurm.executors import (
-    LOST,
-    RunExecutor,
-    RunJob,
-    state_of_forgotten,
-    submitit_folder,
-)
+from prime_hpc.slurm.executors import LOST, RunExecutor, RunJob, state_of_forgotten, submitit_folder
 from prime_hpc.store.attempts import Attempt, write_attempt
 from tests.support.fake_slurm import FakeSlurm
 

@@ -8,12 +8,7 @@ import pytest
 from prime_hpc.launch import submission
 from prime_hpc.launch.submission import submit
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.submissions import (
-    ended,
-    load,
-    run_dir,
-    wait_for,
-)
+from tests.support.submissions import ended, load, run_dir, wait_for
 
 
 def test_following_a_job(

@@ -14,12 +14,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.inference.backend import check_backend, load_backend
 from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, cpu_options, latent_size
-from prime_hpc.inference.vllm.backend import (
-    CPU_HEAD_SIZES,
-    STATED_ROUTERS,
-    head_size,
-    slides_in_part,
-)
+from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, STATED_ROUTERS, head_size, slides_in_part
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.runtime.device import DEVICE, Device
 

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig, select_modules
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.model.fingerprint import model_identity, weights_fingerprint

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from prime_hpc.config.sections.inference import WeightsConfig
 from prime_hpc.inference.vllm.network_updates import read_offer
 from prime_hpc.runtime.role_context import BUS
-from prime_hpc.store.artifact import Manifest, commit_stage, prepare_stage
+from prime_hpc.store.artifact import commit_stage, prepare_stage
 from prime_hpc.store.io import files as store_files
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.model.files import INDEX
 from prime_hpc.store.run_paths import RunPaths

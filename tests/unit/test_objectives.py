@@ -12,15 +12,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.named_code import Bounds
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
-from prime_hpc.trainer.objectives import (
-    Targets,
-    Terms,
-    get_objective,
-    normalization,
-    rl_loss,
-    sft_loss,
-    target_weights,
-)
+from prime_hpc.trainer.objectives import Targets, Terms, get_objective, normalization, rl_loss, sft_loss, target_weights
 from prime_hpc.trainer.ops.logprobs import token_logprobs
 from tests.support.tiny_model import random_rank_batch
 

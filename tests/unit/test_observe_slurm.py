@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.runtime.backoff import Backoff
+from prime_hpc.runtime.clock import Backoff
 from prime_hpc.slurm import client
 from prime_hpc.slurm import jobs as slurm_jobs
 from prime_hpc.slurm.client import SEPARATOR, SlurmError, clean_environment, run_slurm, squeue_rows

@@ -10,13 +10,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
-from prime_hpc.trainer.optim import (
-    Muon,
-    build_optimizer,
-    learning_rate_factor,
-    orthogonalize,
-    set_learning_rate,
-)
+from prime_hpc.trainer.optim import Muon, build_optimizer, learning_rate_factor, orthogonalize, set_learning_rate
 from prime_hpc.trainer.optim.fused import find_fused
 from tests.support.every_family import tiny_config
 

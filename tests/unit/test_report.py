@@ -22,15 +22,7 @@ from prime_hpc.report.rollouts import choose_rollouts
 from prime_hpc.report.series import Curves
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.status_file import LiveStatus
-from tests.support.made_runs import (
-    BEGAN,
-    Life,
-    add_batches,
-    add_samples,
-    config_of,
-    log_at,
-    make_run,
-)
+from tests.support.made_runs import BEGAN, Life, add_batches, add_samples, config_of, log_at, make_run
 
 FOUR_LIVES = [
     Life(0, 10, "requeued", "the time limit comes near", next="requeue"),

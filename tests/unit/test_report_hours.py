@@ -12,15 +12,7 @@ from prime_hpc.store.attempts import Attempt, process_token, read_attempts, rewr
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.early_end import write_early_end
 from prime_hpc.supervisor.stop_requests import StopRequest
-from tests.support.made_runs import (
-    BEGAN,
-    STEP_S,
-    Life,
-    config_of,
-    log_at,
-    make_run,
-    make_runs_of_one_trainer,
-)
+from tests.support.made_runs import BEGAN, STEP_S, Life, config_of, log_at, make_run, make_runs_of_one_trainer
 from tests.unit.test_report import FOUR_LIVES, data_of, report
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_hpc.store.artifact import StoreError
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files, shared_writer
 from prime_hpc.store.io.shared_writer import open_ranges
 from prime_hpc.trainer.weights.safetensors_layout import (

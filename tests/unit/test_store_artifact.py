@@ -16,27 +16,26 @@ from safetensors.numpy import save_file
 
 from prime_hpc.store import artifact
 from prime_hpc.store.artifact import (
-    MANIFEST,
-    ArtifactError,
-    ArtifactExists,
-    ArtifactTimeout,
     ArtifactWriter,
-    FencedError,
-    Manifest,
-    StoreError,
-    WaitCancelled,
     clean_stale_stages,
     commit_stage,
     hash_files,
     prepare_stage,
-    read_manifest,
     stage_dir,
-    verify_artifact,
-    wait_for_artifact,
+)
+from prime_hpc.store.errors import (
+    ArtifactError,
+    ArtifactExists,
+    ArtifactTimeout,
+    FencedError,
+    StoreError,
+    WaitCancelled,
 )
 from prime_hpc.store.io import files
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.manifest import MANIFEST, Manifest, read_manifest, verify_artifact
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation, list_steps
+from prime_hpc.store.waiting import wait_for_artifact
 from tests.support.ranks import spawn
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, discard, prepare_stage, verify_artifact
+from prime_hpc.store.artifact import ArtifactWriter, discard, prepare_stage
 from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, write_attempt
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
@@ -16,9 +16,10 @@ from prime_hpc.store.checkpoint.checkpoints import Saved, note_saved, prune_chec
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.checkpoint.newest import choose_newest, expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
-from prime_hpc.store.errors import Unreadable
+from prime_hpc.store.errors import FencedError, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.leases import min_floor, set_floor
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.run_paths import (
     RunPaths,
     claim_incarnation,

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from prime_hpc.runtime import open_files
-from prime_hpc.store.artifact import MANIFEST
 from prime_hpc.store.batch.rank_files import write_batch
+from prime_hpc.store.manifest import MANIFEST
 from prime_hpc.store.messaging import auth
 from prime_hpc.store.messaging.auth import (
     MAX_UNPROVEN,

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from prime_hpc.store.artifact import ArtifactError, ArtifactExists, FencedError, read_manifest
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.batches import list_batches, read_state, remove_batches_after
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.errors import ArtifactError, ArtifactExists, FencedError, StoreError
 from prime_hpc.store.io import files
+from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 
 

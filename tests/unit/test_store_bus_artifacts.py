@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from prime_hpc.store import waiting
-from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, wait_for_artifact
+from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.store.waiting import ArtifactWatch
+from prime_hpc.store.waiting import ArtifactWatch, wait_for_artifact
 from tests.support.buses import WAIT_S, until
 
 

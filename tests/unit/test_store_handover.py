@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prime_hpc.store.artifact import MANIFEST, wait_for_artifact
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch, read_rank_batches, write_batch
 from prime_hpc.store.io import files
+from prime_hpc.store.manifest import MANIFEST
 from prime_hpc.store.messaging import file_transfer
 from prime_hpc.store.messaging.auth import prove
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.waiting import wait_for_artifact
 from tests.support.runs import free_port
 from tests.unit.test_store_batches import assert_equal, make_rank
 

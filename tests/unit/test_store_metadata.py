@@ -15,13 +15,15 @@ from safetensors.numpy import save_file
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.role_context import RoleContext
-from prime_hpc.store.artifact import Manifest, commit_stage, hash_files, prepare_stage, wait_for_artifact
+from prime_hpc.store.artifact import commit_stage, hash_files, prepare_stage
 from prime_hpc.store.batch.rank_files import read_rank_batches, write_batch
 from prime_hpc.store.batches import prune_batches
 from prime_hpc.store.leases import set_floor
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.store.weights import prune_weights
 from tests.support.hostile.count import Calls, counted
 from tests.unit.test_store_batches import make_rank

@@ -12,12 +12,14 @@ from loguru import logger
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.report import rollouts
 from prime_hpc.store import export
-from prime_hpc.store.artifact import ArtifactError, StoreError, clean_stale_stages, verify_artifact
+from prime_hpc.store.artifact import clean_stale_stages
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.batch_archive import LEFT_PLAIN, RolloutArchiver, archive_batch
 from prime_hpc.store.batches import PastBatch, find_batch, list_batches, prune_batches, read_state, remove_batches_after
+from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.store.io import files, zstd
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from tests.support.tiny_model import random_rank_batch
 from tests.unit.test_store_batches import assert_equal, make_rank

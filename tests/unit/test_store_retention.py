@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, hash_files, prepare_stage
+from prime_hpc.store.artifact import ArtifactWriter, hash_files, prepare_stage
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.batches import STATE
@@ -21,6 +21,7 @@ from prime_hpc.store.checkpoint.checkpoints import (
     move_checkpoints_aside,
     resolve_resume,
 )
+from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.leases import clear_leases, drop_lease, min_floor, set_floor
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights, remove_versions_after

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from prime_hpc.store.artifact import StoreError
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import direct_writer, files
 from prime_hpc.store.io.direct_writer import BUFFER_BYTES, open_summed
 from tests.support.sampled import sampled

@@ -16,12 +16,12 @@ import pytest
 
 from prime_hpc.runtime import atomic_write
 from prime_hpc.store import attempts
-from prime_hpc.store.artifact import FencedError, StoreError, read_manifest
 from prime_hpc.store.checkpoint import failed_reads
 from prime_hpc.store.checkpoint.checkpoints import load_checkpoint
 from prime_hpc.store.checkpoint.failed_reads import FailedReads, record_failed_read
-from prime_hpc.store.errors import ArtifactError, InDoubt
+from prime_hpc.store.errors import ArtifactError, FencedError, InDoubt, StoreError
 from prime_hpc.store.io import disk, files
+from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_dirs import AttemptRow, list_runs
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from tests.support.checkpoints import SHARD, damage, make_checkpoint, make_weights

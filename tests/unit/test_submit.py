@@ -21,11 +21,7 @@ from prime_hpc.slurm.queue import refuse_if_queued
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.submissions import (
-    ended,
-    load,
-    run_dir,
-)
+from tests.support.submissions import ended, load, run_dir
 
 POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
 

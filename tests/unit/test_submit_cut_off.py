@@ -20,14 +20,7 @@ from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store.run_dirs import read_record
 from tests.support import forked
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.submissions import (
-    cancel,
-    cancel_beside,
-    load,
-    run_dir,
-    submit_in_a_process,
-    wait_for,
-)
+from tests.support.submissions import cancel, cancel_beside, load, run_dir, submit_in_a_process, wait_for
 
 
 def take_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,7 @@ from prime_hpc.config.snapshot import share
 from prime_hpc.launch.monitor.run_facts import Queue
 from prime_hpc.launch.sweep.progress import PointView, counted, look
 from prime_hpc.launch.sweep.resolve import Point, load_base, resolve_points
-from prime_hpc.launch.sweep.state import (
-    Sweep,
-    merge_points,
-    new_submit,
-    point_run_dir,
-    read_sweep,
-)
+from prime_hpc.launch.sweep.state import Sweep, merge_points, new_submit, point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import submit_sweep
 from prime_hpc.slurm.submission_record import write_record
 from prime_hpc.store.run_dirs import read_record

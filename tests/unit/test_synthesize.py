@@ -27,9 +27,9 @@ from prime_hpc.evals.synthesis.select import REASONS, num_passing, select
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.slurm.placement import place_slurm
-from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.trainer.data.messages import Conversation, parse_row
 

@@ -5,12 +5,7 @@ import pytest
 
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.trainer.batching.micro_batches import (
-    batch_facts,
-    fake_batch,
-    make_micro_batch,
-    redistribute,
-)
+from prime_hpc.trainer.batching.micro_batches import batch_facts, fake_batch, make_micro_batch, redistribute
 from tests.support.tiny_model import random_rank_batch
 
 LENGTHS = [[17, 40, 9], [60], [33, 5], [50, 12], []]

@@ -23,10 +23,10 @@ from prime_hpc.inference import check_version
 from prime_hpc.inference.check_version import receive_version
 from prime_hpc.inference.policy import UnavailableError
 from prime_hpc.launch.checks import _folder
-from prime_hpc.store.artifact import Manifest, commit_stage, prepare_stage, stage_dir
+from prime_hpc.store.artifact import commit_stage, prepare_stage, stage_dir
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
 from prime_hpc.store.errors import ArtifactError, StoreError
-from prime_hpc.store.manifest import read_manifest
+from prime_hpc.store.manifest import Manifest, read_manifest
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import link_of, list_versions, prune_weights, read_chain
 from prime_hpc.supervisor.attempt.resume import _weights_of

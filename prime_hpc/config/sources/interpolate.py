@@ -11,6 +11,7 @@ from prime_hpc.config.schema import all_paths, fill_defaults, resolve
 from prime_hpc.config.secret import anchored, names_secret
 from prime_hpc.config.sources.coerce import is_reference, typed_value
 from prime_hpc.config.validate import origin_of
+from prime_hpc.runtime.trees import with_leaves
 
 Location = tuple[str | int, ...]
 
@@ -105,11 +106,7 @@ _OPENED = re.compile(r"(\\*)\$\{")
 
 
 def _each_text(value: Any, change: Callable[[re.Match[str]], str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _each_text(inner, change) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_each_text(inner, change) for inner in value]
-    return _OPENED.sub(change, value) if isinstance(value, str) else value
+    return with_leaves(value, lambda leaf, _: _OPENED.sub(change, leaf) if isinstance(leaf, str) else leaf)
 
 
 _HARD: Any = object()

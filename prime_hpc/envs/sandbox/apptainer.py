@@ -11,13 +11,12 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.errors import EnvError, EnvNodeError
-from prime_hpc.envs.sandbox.bubblewrap import ANSWER_S, ONE_THREAD, SHM_MIB, Stage
+from prime_hpc.envs.sandbox.bubblewrap import ONE_THREAD, SHM_MIB, Stage, ask_version
 from prime_hpc.runtime.slurm_warning import DEAF, is_led
 
 LEAST_VERSION = (1, 1, 0)
@@ -34,16 +33,12 @@ def find_apptainer() -> str:
             f"there is no apptainer on {node}: sandbox.runtime = apptainer needs it on every node that plays "
             "environments; bubblewrap needs no image"
         )
-    try:
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=ANSWER_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvError(f"{path} on {node} does not answer: {error}") from error
-    numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", told.stdout)
-    if not numbers:  # as for a user that the node does not know
+    told, version = ask_version(path)
+    if not version:  # as for a user that the node does not know
         raise EnvNodeError(
             f"{path} on {node} does not work: {(told.stderr + told.stdout).strip() or 'it says nothing'}"
         )
-    if tuple(map(int, numbers.groups())) < LEAST_VERSION:
+    if version < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
         raise EnvNodeError(f"{path} on {node} is {told.stdout.strip()}; sandboxes need {least} or newer")
     return path

@@ -67,19 +67,25 @@ def find_bwrap() -> str:
             f"there is no bubblewrap (bwrap) on {node}: install it on every node that plays environments, as root "
             "(apt-get install bubblewrap, dnf install bubblewrap), or put a bwrap into the PATH of the job"
         )
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=ANSWER_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvError(f"{path} on {node} does not answer: {error}") from error
-    numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", said)
-    version = tuple(map(int, numbers.groups())) if numbers else ()
+    said, version = ask_version(path)
     if version < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
         raise EnvNodeError(
-            f"{path} on {node} is {said.strip() or 'no bubblewrap'}; sandboxes need {least} or newer, where namespaces "
-            "cannot be made inside"
+            f"{path} on {node} is {said.stdout.strip() or 'no bubblewrap'}; sandboxes need {least} or newer, where "
+            "namespaces cannot be made inside"
         )
     return path
+
+
+def ask_version(program: str) -> tuple["subprocess.CompletedProcess[str]", tuple[int, ...]]:
+    """Return what a program says of its version, and its numbers; none where it tells none.
+    Raises EnvError: it does not answer."""
+    try:
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvError(f"{program} on {socket.gethostname()} does not answer: {error}") from error
+    numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", said.stdout)
+    return said, tuple(map(int, numbers.groups())) if numbers else ()
 
 
 def explain_refusal(said: str) -> str:

@@ -23,7 +23,7 @@ from prime_hpc.envs.workers.fingerprint import differences
 from prime_hpc.envs.workers.frames import FrameError
 from prime_hpc.envs.workers.host_link import Connection, Ending
 from prime_hpc.envs.workers.records import result_from_plain
-from prime_hpc.runtime.backoff import Backoff
+from prime_hpc.runtime.clock import Backoff
 from prime_hpc.runtime.event_loops import loop_time
 
 OPEN_TIMEOUT_S = 120.0

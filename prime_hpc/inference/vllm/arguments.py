@@ -8,29 +8,23 @@ from typing import Any
 
 from prime_hpc.inference.backend import POLICY, Refusal
 
+_OF_INFERENCE = """
+max_model_len api_key data_parallel_size data_parallel_size_local data_parallel_address
+data_parallel_rpc_port data_parallel_start_rank headless tensor_parallel_size pipeline_parallel_size
+gpu_memory_utilization max_num_seqs enforce_eager
+"""
+"""Those that the section `inference` states under the same name."""
 OWNED = {
+    **{name: f"inference.{name}" for name in _OF_INFERENCE.split()},
     "model": "model.name",
-    "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.dtype",
     "seed": "seed",
-    "max_model_len": "inference.max_model_len",
     "host": "inference.server.host",
     "port": "inference.server.port",
-    "api_key": "inference.api_key",
-    "data_parallel_size": "inference.data_parallel_size",
-    "data_parallel_size_local": "inference.data_parallel_size_local",
-    "data_parallel_address": "inference.data_parallel_address",
-    "data_parallel_rpc_port": "inference.data_parallel_rpc_port",
-    "data_parallel_start_rank": "inference.data_parallel_start_rank",
-    "headless": "inference.headless",
-    "tensor_parallel_size": "inference.tensor_parallel_size",
-    "pipeline_parallel_size": "inference.pipeline_parallel_size",
-    "gpu_memory_utilization": "inference.gpu_memory_utilization",
     "device_memory_utilization": "inference.gpu_memory_utilization",
     "kv_cache_memory_bytes": "inference.kv_cache_gib (on a CPU inference.cpu_kv_cache_gib)",
     "kv_offloading_size": "inference.kv_offload_gib",
-    "max_num_seqs": "inference.max_num_seqs",
-    "enforce_eager": "inference.enforce_eager",
     "enable_sleep_mode": "inference.sleep",
     "enable_lora": "model.lora",
     "enable_return_routed_experts": "trainer.router_replay",

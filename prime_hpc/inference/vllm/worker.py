@@ -20,13 +20,7 @@ import torch
 from prime_hpc.inference.check_version import says_nothing, server_scratch, weight_files
 from prime_hpc.inference.tensor_file import TensorFile
 from prime_hpc.inference.vllm import cpu_corrections, reloads, routing
-from prime_hpc.inference.vllm.pinned import (
-    CopyWithoutWaiting,
-    PinnedStage,
-    most_bytes,
-    pinned_memory,
-    workers_of_node,
-)
+from prime_hpc.inference.vllm.pinned import CopyWithoutWaiting, PinnedStage, most_bytes, pinned_memory, workers_of_node
 from prime_hpc.runtime.process_memory import keep_freed_memory
 from prime_hpc.store.messaging.listeners import shut_listeners
 from prime_hpc.weight_transport.transport import VersionReader

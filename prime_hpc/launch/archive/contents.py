@@ -17,12 +17,13 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.secret import SECRETS
 from prime_hpc.launch.archive.links import stays_within
-from prime_hpc.store.artifact import MANIFEST, SET_ASIDE, Manifest, verify_artifact
+from prime_hpc.store.artifact import SET_ASIDE
 from prime_hpc.store.attempts import read_attempts, saved_claims
 from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.checkpoint.newest import POINTER, expected_step, read_pointer
 from prime_hpc.store.errors import ArtifactError, StoreError
 from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.manifest import MANIFEST, Manifest, verify_artifact
 from prime_hpc.store.run_paths import RunPaths, list_steps, step_name
 from prime_hpc.store.weights import list_versions, read_chain
 

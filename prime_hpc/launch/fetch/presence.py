@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from prime_hpc.config import Experiment
@@ -171,8 +172,6 @@ def _benchmark(need: Need, environ: Mapping[str, str]) -> Presence:
     if path.is_file():
         return Presence(need, path, num_bytes=path.stat().st_size)
     if source.startswith("package:"):
-        from importlib.util import find_spec
-
         there = need.data is None and find_spec(source.removeprefix("package:")) is not None
         remedy = f"install it: `{fetch_command(need.name)}`"
         return Presence(need, None, [] if there else ["its package"], can_fetch=False, remedy=remedy)

@@ -40,22 +40,8 @@ __all__ = ["CODES", "Finding", "lint", "lint_errors", "lint_pods", "print_warnin
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 _MODULES = (
-    backend_rules,
-    model_rules,
-    vision_rules,
-    attention_rules,
-    parallel_rules,
-    run_rules,
-    sft_rules,
-    env_rules,
-    own_code_rules,
-    effect_rules,
-    sharing_rules,
-    slurm_rules,
-    container_rules,
-    network_rules,
-    file_rules,
-    time_rules,
+    *(backend_rules, model_rules, vision_rules, attention_rules, parallel_rules, run_rules, sft_rules, env_rules),
+    *(own_code_rules, effect_rules, sharing_rules, slurm_rules, container_rules, network_rules, file_rules, time_rules),
 )
 RULES = {
     f"{module.__name__.rpartition('.')[2]}.{name}": found

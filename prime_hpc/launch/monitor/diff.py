@@ -15,7 +15,7 @@ from prime_hpc.config.secret import Secret, anchored, hide
 from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.summary import SUMMARY
 from prime_hpc.launch.monitor.run_facts import number
-from prime_hpc.launch.monitor.run_progress import iterate_json
+from prime_hpc.launch.monitor.run_progress import iterate_json, values_of
 from prime_hpc.observe.bench import read_figures
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metric_names import evaluated
@@ -115,7 +115,7 @@ def run_figures(run: Path) -> dict[str, float | None]:
     trainer, rollouts = (_by_step(metrics_file(run, role), keys) for role, keys in _FIGURES.items())
     figures: dict[str, float | None] = {"steps": float(len(trainer))}
     figures["reward (last step)"] = _last(rollouts, "reward/mean")
-    figures["reward (mean of last 10)"] = _mean(_values(rollouts[-10:], "reward/mean"))
+    figures["reward (mean of last 10)"] = _mean(values_of(rollouts[-10:], "reward/mean"))
     figures |= _scores(run)
     figures |= _evaluations(run, trainer[-1]["step"] if trainer else None)
     figures["loss (last step)"] = _last(trainer, "loss")
@@ -123,7 +123,7 @@ def run_figures(run: Path) -> dict[str, float | None]:
     figures["trainer tokens/s (median)"] = _median(trainer, "tokens_per_s")
     figures["tokens/s overall (median)"] = _median(trainer[1:] or trainer, "tokens_per_s_overall")
     figures["engine tokens/s (median)"] = _median(rollouts, "tokens/sampled_per_second")
-    figures["lag, versions (mean)"] = _mean(_values(rollouts, "lag/mean"))
+    figures["lag, versions (mean)"] = _mean(values_of(rollouts, "lag/mean"))
     figures |= _times(read_rows(run / ATTEMPTS_JSONL))
     figures |= read_figures(run)
     return {key: value for key, value in figures.items() if value is not None}
@@ -166,8 +166,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return attempts, hours from the first start to the last end, and the useful share of them."""
     if not rows:
         return {}
-    began = [row["began"] for row in rows if _is_number(row.get("began"))]
-    ended = [row["ended"] for row in rows if _is_number(row.get("ended"))]
+    began, ended = values_of(rows, "began"), values_of(rows, "ended")
     span = max(ended) - min(began) if began and ended else 0.0
     useful = sum((row.get("seconds") or {}).get("useful", 0.0) for row in rows)
     return {
@@ -224,12 +223,8 @@ def _is_number(value: Any) -> bool:
     return number(value) is not None
 
 
-def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
-    return [float(row[key]) for row in rows if _is_number(row.get(key))]
-
-
 def _last(rows: list[dict[str, Any]], key: str) -> float | None:
-    values = _values(rows, key)
+    values = values_of(rows, key)
     return values[-1] if values else None
 
 
@@ -238,5 +233,5 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _median(rows: list[dict[str, Any]], key: str) -> float | None:
-    values = _values(rows, key)
+    values = values_of(rows, key)
     return statistics.median(values) if values else None

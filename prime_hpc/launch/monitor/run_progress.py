@@ -1,9 +1,8 @@
 """Figures of a run from the ends of its files: step, reward, pace, checkpoint, logs."""
 
 import contextlib
-import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.run_files import RUN_YAML, TINKER_URL
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
 from prime_hpc.observe.metric_files import metrics_file
-from prime_hpc.observe.metrics import STEP_KEYS, number_of, parse_row
+from prime_hpc.observe.metrics import STEP_KEYS, parse_row
+from prime_hpc.store.run_paths import list_steps
 
 _TAIL_BYTES = 96_000
 
@@ -43,9 +43,9 @@ def _trains_many(path: Path) -> bool:
 
 
 def _from_metrics(status: RunStatus, path: Path) -> None:
-    rewards = _values(tail_rows(metrics_file(path, "orchestrator")), "reward/mean")
+    rewards = values_of(tail_rows(metrics_file(path, "orchestrator")), "reward/mean")
     trained = tail_rows(metrics_file(path, "trainer"))
-    series = rewards or ([] if status.runs else _values(trained, "loss"))  # of many runs: each has its own
+    series = rewards or ([] if status.runs else values_of(trained, "loss"))  # of many runs: each has its own
     if series:
         status.figure, status.value, status.trend = "reward" if rewards else "loss", series[-1], series[-40:]
     if trained:
@@ -53,13 +53,11 @@ def _from_metrics(status: RunStatus, path: Path) -> None:
         if status.max_steps is None and "run" not in trained[-1]:  # of `sft.data.num_epochs` the trainer has counted it
             status.max_steps = integer(trained[-1].get("run/max_steps"))
     last = trained[-20:]
-    waits = [(number_of(row.get("time/wait")), number_of(row.get("time/step"))) for row in last]
-    known = [
-        (wait, step) for wait, step in waits if wait is not None and step is not None and math.isfinite(wait + step)
-    ]
+    waits = [(number(row.get("time/wait")), number(row.get("time/step"))) for row in last]
+    known = [(wait, step) for wait, step in waits if wait is not None and step is not None]
     whole = sum(step for _, step in known)
     status.idle_share = min(1.0, sum(wait for wait, _ in known) / whole) if whole > 0 else None
-    times = sorted(_values(last, "time/step"))
+    times = sorted(values_of(last, "time/step"))
     if times and status.state in ("running", "saving") and status.max_steps and status.step is not None:
         status.eta_s = times[len(times) // 2] * max(0, status.max_steps - status.step)
 
@@ -108,8 +106,6 @@ def add_service(status: RunStatus, path: Path) -> None:
 
 def add_checkpoint(status: RunStatus, path: Path) -> None:
     """Add the newest checkpoint and when it was made."""
-    from prime_hpc.store.run_paths import list_steps
-
     elsewhere = line_of(path / RUN_YAML, "  path: ", after="ckpt:")
     parent = Path(elsewhere) if elsewhere and elsewhere != "null" else path / "checkpoints"
     try:
@@ -176,7 +172,6 @@ def line_of(path: Path, start: str, after: str = "") -> str | None:
     return None
 
 
-def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
+def values_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     """Return a metric's values, those that are no finite numbers left out."""
-    found = (number_of(row.get(key)) for row in rows)
-    return [value for value in found if value is not None and math.isfinite(value)]
+    return [value for row in rows if (value := number(row.get(key))) is not None]

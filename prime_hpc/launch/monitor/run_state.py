@@ -12,7 +12,7 @@ from prime_hpc.kubernetes.job_id import objects_of
 from prime_hpc.launch.monitor.run_facts import UNDER_WAY, Evidence, Queue, RunStatus, integer, number, span
 from prime_hpc.launch.monitor.run_progress import last_row_time
 from prime_hpc.slurm.submission_record import local_controller
-from prime_hpc.store.attempts import with_last_word
+from prime_hpc.store.attempts import is_held, with_last_word
 from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, by_hand
 
 if TYPE_CHECKING:
@@ -260,8 +260,6 @@ def _of_open_attempt(one: Evidence, queue: Queue, now: float) -> _Verdict:
 
 def _of_process(one: Evidence, silent: float, no_end: str) -> _Verdict:
     """Judge an open attempt without Slurm: its process is looked at where it is on this host."""
-    from prime_hpc.store.attempts import is_held
-
     last = one.last or AttemptRow()
     here = last.get("host") == socket.gethostname()
     if is_held(last) if here else silent < SILENT_S:

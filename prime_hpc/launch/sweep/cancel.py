@@ -19,7 +19,7 @@ from prime_hpc.launch.monitor.status import PatientAsk
 from prime_hpc.launch.sweep.progress import PointView, ask_strictly, look
 from prime_hpc.launch.sweep.queue import resolve_pending_submits
 from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
-from prime_hpc.runtime.backoff import Backoff
+from prime_hpc.runtime.clock import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.jobs import JobInfo, jobs

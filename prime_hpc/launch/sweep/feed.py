@@ -15,13 +15,7 @@ from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.placement import place_slurm
-from prime_hpc.slurm.queue_facts.submit_limits import (
-    SubmitLimit,
-    is_over_limit,
-    num_free,
-    queued_parts,
-    submit_limits,
-)
+from prime_hpc.slurm.queue_facts.submit_limits import SubmitLimit, is_over_limit, num_free, queued_parts, submit_limits
 from prime_hpc.slurm.script import restart_mode
 from prime_hpc.store.run_dirs import read_record
 

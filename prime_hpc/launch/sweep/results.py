@@ -1,7 +1,6 @@
 """The results of a sweep: one metric of every point, best first, after those that came to their end the others."""
 
 import json
-import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.experiment import ALONE
-from prime_hpc.launch.monitor.run_facts import FINAL
+from prime_hpc.launch.monitor.run_facts import FINAL, number
 from prime_hpc.launch.monitor.run_progress import iterate_json, tail_json
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.spec import SweepFile
@@ -190,17 +189,13 @@ def _series(rows: Iterable[dict[str, Any]], metric: str, seen: set[str] | None) 
         newest.append(row)
         if not row.keys().isdisjoint(STEP_KEYS):
             last = row["step"]
-        if _is_number(row.get(metric)):
-            values[row["step"]] = float(row[metric])
+        if (value := number(row.get(metric))) is not None:
+            values[row["step"]] = value
     if seen is not None:
         seen.update(key for row in newest for key in row if key not in ("step", "time"))
     # steps above the newest row's belong to an earlier attempt that went back to a checkpoint
     steps = sorted(step for step in values if last is None or step <= last)
     return steps, [values[step] for step in steps]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def by_seed(results: Iterable[Result]) -> list[tuple[dict[str, Any], list[Result]]]:

@@ -13,6 +13,7 @@ logs/           of the arrays' tasks
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -127,8 +128,6 @@ class Sweep:
 
 def new_submit(kind: str, points: Sequence[int], **facts: Any) -> SubmitRow:
     """Return a submit that is about to be sent, with a fresh token."""
-    import socket
-
     return SubmitRow(
         token=new_token(),
         kind=kind,

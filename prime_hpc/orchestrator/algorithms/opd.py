@@ -20,13 +20,7 @@ your own get the scores too: a class with `teacher = "model"` and `score_tokens`
 import numpy as np
 
 from prime_hpc.config.sections.advantage import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import (
-    FloatArray,
-    RewardGroup,
-    centered,
-    episode_means,
-    score_by_role,
-)
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered, episode_means, score_by_role
 
 
 class Distillation:

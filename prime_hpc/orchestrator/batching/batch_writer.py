@@ -12,11 +12,11 @@ from typing import Any
 
 from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.runtime.role_context import LED
-from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.errors import NoRoom, StoreError
 from prime_hpc.store.io.room import RoomWait, as_refused, takes
+from prime_hpc.store.manifest import Manifest
 
 MOST_BYTES = 2 << 30
 """Of the arrays of the batches that are kept. With more since a checkpoint none is kept until the next one: a

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from prime_hpc.store.artifact import ArtifactError
 from prime_hpc.store.batch.images import ImageTable
+from prime_hpc.store.errors import ArtifactError
 
 NOT_SAMPLED = -1
 """Value of `RankBatch.versions` for tokens that no policy sampled (prompt, tool output)."""

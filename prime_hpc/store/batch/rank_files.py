@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, Manifest, check_file, read_manifest
+from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.batch.rank_batch import RankBatch, decode_rank, encode_rank
 from prime_hpc.store.batches import RAW, STATE
+from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.io import files, zstd
+from prime_hpc.store.manifest import Manifest, check_file, read_manifest
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.store.run_paths import RunPaths, parse_step
 

@@ -19,22 +19,11 @@ from typing import Any, Literal
 from loguru import logger
 
 from prime_hpc.store import batches
-from prime_hpc.store.artifact import (
-    ArtifactError,
-    FileEntry,
-    Manifest,
-    StoreError,
-    Unreadable,
-    check_file,
-    commit_stage,
-    discard,
-    is_artifact,
-    move_aside,
-    read_manifest,
-    stage_dir,
-    verify_artifact,
-)
+from prime_hpc.store.artifact import commit_stage, discard, is_artifact, move_aside, stage_dir
+from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io import files
+from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.manifest import Manifest, check_file, read_manifest, verify_artifact
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, incarnation_starts, is_late, list_steps
 
 TRAINER = "trainer"

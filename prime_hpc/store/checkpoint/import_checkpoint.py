@@ -15,22 +15,15 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config.run_files import RUN_YAML
-from prime_hpc.store.artifact import (
-    ArtifactError,
-    FileEntry,
-    Manifest,
-    StoreError,
-    Unreadable,
-    commit_stage,
-    prepare_stage,
-    verify_artifact,
-)
+from prime_hpc.store.artifact import commit_stage, prepare_stage
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, newest_first, read_saved, resolve_resume
 from prime_hpc.store.checkpoint.newest import POINTER, expected_step, read_pointer
-from prime_hpc.store.errors import PROOFS
+from prime_hpc.store.errors import PROOFS, ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.file_age import file_age_s
+from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.manifest import Manifest, verify_artifact
 from prime_hpc.store.run_paths import RunPaths, list_steps, parse_step
 
 OWNER = "owner.json"

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.store.artifact import SET_ASIDE, clean_stale_stages, move_aside, read_manifest
+from prime_hpc.store.artifact import SET_ASIDE, clean_stale_stages, move_aside
 from prime_hpc.store.batches import list_batches_after, remove_batches_after
 from prime_hpc.store.checkpoint.checkpoints import move_checkpoints_aside, note_saved, read_saved
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.disk import size_text
 from prime_hpc.store.leases import clear_leases
+from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps
 from prime_hpc.store.weights import list_versions, remove_versions_after
 

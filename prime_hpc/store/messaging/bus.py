@@ -4,7 +4,7 @@ The supervisor runs the hub (`BusServer`), every role a `BusClient`. Both prove 
 secret before anything is said (`prime_hpc.store.messaging.auth`). Messages are small JSON objects under a topic
 ("weights", "batch", "consumed", "served", "status", "stop", "save"); the hub passes each to all clients and keeps the
 last per topic (`last_words`) for late joiners; messages for the supervisor alone (`HUB_ONLY`) go no further. The bus is
-about latency only: whoever waits also lists the directory (`artifact.wait_for_artifact`), so a lost message, a dead hub
+about latency only: whoever waits also lists the directory (`waiting.wait_for_artifact`), so a lost message, a dead hub
 or no hub at all costs seconds, never correctness.
 """
 

@@ -13,13 +13,14 @@ import xxhash
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store.artifact import ArtifactError, move_aside, read_manifest
+from prime_hpc.store.artifact import move_aside
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.checkpoint.import_checkpoint import adopt_checkpoint, adopt_weights, find_checkpoint, run_of
 from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest, require
-from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io import files
+from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts, model_identity
 from prime_hpc.store.run_paths import RunPaths, incarnation_starts, list_steps, why_late
 from prime_hpc.store.weights import read_chain

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from prime_hpc.config.sections.common import CkptConfig
-from prime_hpc.store.artifact import FileEntry, StoreError, if_removable, prepare_stage, stage_dir
+from prime_hpc.store.artifact import if_removable, prepare_stage, stage_dir
 from prime_hpc.store.checkpoint.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
-from prime_hpc.store.errors import NoRoom, OtherRunError, Unreadable
+from prime_hpc.store.errors import NoRoom, OtherRunError, StoreError, Unreadable
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes, size_text
+from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts
 from prime_hpc.store.run_paths import RunPaths

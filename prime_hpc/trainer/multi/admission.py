@@ -7,18 +7,14 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import check_child
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.snapshot import read_experiment
-from prime_hpc.store.artifact import ArtifactError, move_aside, verify_artifact
+from prime_hpc.store.artifact import move_aside
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
 from prime_hpc.store.checkpoint.failed_reads import FailedReads, clear_failed_reads
 from prime_hpc.store.checkpoint.newest import choose_newest, expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
-from prime_hpc.store.run_paths import (
-    RunPaths,
-    check_incarnation,
-    claim_incarnation,
-    current_incarnation,
-    record_start,
-)
+from prime_hpc.store.errors import ArtifactError
+from prime_hpc.store.manifest import verify_artifact
+from prime_hpc.store.run_paths import RunPaths, check_incarnation, claim_incarnation, current_incarnation, record_start
 
 READ_DEADLINE_S = 1.0
 """How long a version may be what a network file system shows while names change."""

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from prime_hpc.config.sections.lora import LoraConfig
-from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
+from prime_hpc.store.artifact import commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
+from prime_hpc.store.io.files import FileEntry
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.model.files import CHAT_TEMPLATE
 from prime_hpc.store.model.fingerprint import weights_fingerprint
 from prime_hpc.store.run_paths import RunPaths

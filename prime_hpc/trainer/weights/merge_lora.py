@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files as store_files
@@ -63,8 +64,6 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
             does not have.
         StoreError: `output` exists, disk full.
     """
-    from safetensors import safe_open
-
     tensors = read_adapter(adapter)
     config = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))
     scale = adapter_scale(config)

@@ -21,10 +21,12 @@ import torch
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.inference import WeightsConfig
-from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
+from prime_hpc.store.artifact import commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.errors import NoRoom
 from prime_hpc.store.io import files as store_files
+from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.io.room import takes
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.model.files import INDEX
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import Policy

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from loguru import logger
 
-from prime_hpc.store.artifact import Manifest, StoreError
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.room import RoomWait
+from prime_hpc.store.manifest import Manifest
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.threads import rank_thread

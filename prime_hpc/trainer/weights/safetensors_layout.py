@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prime_hpc.store.artifact import FileEntry
 from prime_hpc.store.io import files as store_files
+from prime_hpc.store.io.files import FileEntry
 
 _NAMES = {
     torch.float64: "F64",

@@ -21,7 +21,7 @@ from prime_hpc.config import write_snapshot
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.runtime.role_context import role_environment
-from prime_hpc.store.artifact import verify_artifact
+from prime_hpc.store.manifest import verify_artifact
 from prime_hpc.store.messaging.bus import BusServer
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor.roles import ports

@@ -40,10 +40,8 @@ def _pack(given: Given, program: str) -> int:
     except (StoreError, OSError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 1
-    if "--json" in given:
-        print_json({"path": str(pack), **asdict(facts)})
-    else:
-        print(f"{pack}: {facts.files} files in {int(facts.size) / 2**20:.0f} MiB; slurm.env_pack: {pack}")
+    text = f"{pack}: {facts.files} files in {int(facts.size) / 2**20:.0f} MiB; slurm.env_pack: {pack}"
+    given.tell(lambda: {"path": str(pack), **asdict(facts)}, lambda: text)
     return 0
 
 

@@ -6,7 +6,7 @@ Exit codes: 0 every node is good; 1 a node is not; 2 wrong usage.
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.cli.common import Given, parse, print_json
+from prime_hpc.cli.common import Given, parse
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.slurm import PreflightConfig
 from prime_hpc.launch.doctor.manual_preflight import check_here, newest_report
@@ -23,10 +23,7 @@ def run(argv: list[str], program: str) -> int:
             f"RUN shows a report that is there; --dir, --timeout and --allreduce are for a new check; {given.usage}"
         )
     report = newest_report(find_run(run_words[0])) if run_words else _check(given)
-    if "--json" in given:
-        print_json(report)
-    else:
-        print("\n".join(summary(report)))
+    given.tell(lambda: report, lambda: "\n".join(summary(report)))
     return 0 if report["ok"] else 1
 
 

@@ -105,8 +105,5 @@ def _compare(given: Given) -> int:
     from prime_hpc.evals.compare import compare, lines, read_side
 
     found = compare(*map(read_side, given.arguments(2, least=2)))
-    if "--json" in given:
-        print_json(found)
-    else:
-        print("\n".join(lines(found)))
+    given.tell(lambda: found, lambda: "\n".join(lines(found)))
     return 0

@@ -6,7 +6,7 @@ Exit codes: 0 said, 2 wrong config, 3 (`--when`) Slurm names a start for no shap
 
 from typing import TYPE_CHECKING, Any
 
-from prime_hpc.cli.common import Given, load, parse, print_json
+from prime_hpc.cli.common import Given, load, parse
 from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,10 +36,8 @@ def run(argv: list[str], program: str) -> int:
 
     plan = make_plan(loaded.experiment)
     rehearsal = _rehearse(loaded.experiment, plan, gpu_gib) if "--rehearse" in given else None
-    if "--json" in given:
-        print_json(plan.as_dict() | ({} if rehearsal is None else {"rehearsal": rehearsal[0]}))
-    else:
-        print(plan_text(plan) + ("" if rehearsal is None else rehearsal[1]), end="")
+    more, text = ({}, "") if rehearsal is None else ({"rehearsal": rehearsal[0]}, rehearsal[1])
+    given.tell(lambda: plan.as_dict() | more, lambda: plan_text(plan) + text)
     return 0
 
 
@@ -54,10 +52,7 @@ def _when(given: Given, loaded: "Loaded", timeout_s: float | None) -> int:
     refuse_without_slurm(loaded.experiment, "--when")
     words, loaded, step_of, notes = known_of_shapes(given, loaded)
     ranking = ask_when(words, loaded, timeout_s=timeout_s or ASK_TIMEOUT_S, step_of=step_of, notes=notes)
-    if "--json" in given:
-        print_json(ranking.as_dict())
-    else:
-        print(ranking.text(), end="")
+    given.tell(ranking.as_dict, ranking.text)
     return 0 if ranking.best is not None else SlurmRefused.exit_code
 
 

@@ -55,10 +55,8 @@ def run(argv: list[str], program: str) -> int:
     finally:
         gc.enable()
     notes = caveats(experiment, calibration, socket.gethostname())
-    if "--json" in given:
-        print_json(prediction_tree(experiment, calibration, checks, rows, notes))
-    else:
-        print(prediction_text(experiment, calibration, checks, rows, notes), end="")
+    found = experiment, calibration, checks, rows, notes
+    given.tell(lambda: prediction_tree(*found), lambda: prediction_text(*found))
     return 0
 
 

@@ -170,10 +170,7 @@ def _cancel(argv: list[str], program: str) -> int:
     timeout_s = given.positive("--timeout") or TIMEOUT_S
     sweep = read_sweep(_find(given))
     outcome = cancel_sweep(sweep, save="--now" not in given, timeout_s=timeout_s, say=say)
-    if "--json" in given:
-        print_json(outcome.as_dict())
-    else:
-        print(outcome.describe())
+    given.tell(outcome.as_dict, outcome.describe)
     return 0 if outcome.is_done else 1
 
 

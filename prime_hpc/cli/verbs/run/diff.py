@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.cli.common import parse, print_json
+from prime_hpc.cli.common import parse
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.monitor.diff import compare_files, compare_runs
 from prime_hpc.observe.table import align
@@ -26,10 +26,7 @@ def run(argv: list[str], program: str) -> int:
         raise ConfigError(f"{rest[are_files.index(True)]} is a file: a run is compared with a run, a file with a file")
     else:
         found = compare_runs(*(find_run(word) for word in rest))
-    if "--json" in given:
-        print_json(found)
-    else:
-        print(render(found), end="")
+    given.tell(lambda: found, lambda: render(found))
     return 0
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.cli.common import parse, print_json, step_range
+from prime_hpc.cli.common import parse, step_range
 from prime_hpc.config import load_run
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.observe.console import Tail
@@ -75,10 +75,7 @@ def run(argv: list[str], program: str) -> int:
             print(f"steps {what.first}..{what.last} again from {where}, {what.num_ranks} rank(s)", flush=True)
         code, log = _execute(what, scratch, timeout_s, quiet=as_json)
         result = compare(what, _rows(scratch))
-    if as_json:
-        print_json(result)
-    else:
-        print(_summary(result))
+    given.tell(lambda: result, lambda: _summary(result))
     if code != 0 and len(result["rows"]) < result["num_steps"]:
         print(f"{program}: the trainer ended with code {code}; the end of its log:\n{log}", file=sys.stderr)
         return 1

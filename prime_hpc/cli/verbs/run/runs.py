@@ -3,7 +3,7 @@
 Exit codes: 0 done; 2 wrong usage, or a run that cannot share the parent's trainer.
 """
 
-from prime_hpc.cli.common import parse, print_json
+from prime_hpc.cli.common import Given, parse
 from prime_hpc.cli.verb_table import VERBS
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.child_commands import (
@@ -33,30 +33,26 @@ def run(argv: list[str], program: str) -> int:
     given = parse("runs", argv[1:], action)
     if not given.words or given.words[0].startswith("-"):
         raise ConfigError(f"usage: {given.usage}")
-    as_json = "--json" in given
     parent = find_parent(given.words[0])
     if action == "add":
-        return _add(parent, given.words[1:], given.get("--id"), as_json)
+        return _add(parent, given)
     if action == "list":
         given.arguments(1)
         rows = list_rows(parent.directory)
-        print_json([row.as_dict() for row in rows]) if as_json else print(render(rows), end="")
+        given.tell(lambda: [row.as_dict() for row in rows], lambda: render(rows))
         return 0
     path = find_child(parent.directory, given.arguments(2, least=2)[1])
     if action == "remove":
         said = remove_child(path, delete="--delete" in given, timeout_s=given.positive("--timeout") or TIMEOUT_S)
     else:
         said = f"{resume_child(path)}; {when_taken_up(path)}"
-    print_json({"name": path.name, "path": str(path), "said": said}) if as_json else print(f"{path.name}: {said}")
+    given.tell(lambda: {"name": path.name, "path": str(path), "said": said}, lambda: f"{path.name}: {said}")
     return 0
 
 
-def _add(parent: Parent, arguments: list[str], identifier: str | None, as_json: bool) -> int:
-    path = add_child(parent, load_child(parent, arguments, identifier))
-    if as_json:
-        print_json({"name": path.name, "path": str(path)})
-    else:
-        print(f"added {path}; {when_taken_up(path)}")
+def _add(parent: Parent, given: Given) -> int:
+    path = add_child(parent, load_child(parent, given.words[1:], given.get("--id")))
+    given.tell(lambda: {"name": path.name, "path": str(path)}, lambda: f"added {path}; {when_taken_up(path)}")
     return 0
 
 

@@ -43,10 +43,8 @@ def run(argv: list[str], program: str) -> int:
     one, folder = _meant(rest[0] if rest else None)
     if "--watch" in given:
         return _watch(one, folder, limit, as_json="--json" in given)
-    if "--json" in given:
-        print_json(_document(one, folder, limit, ask_slurm))
-    else:
-        print(_page(one, folder, limit, ask_slurm), end="")
+    meant = one, folder, limit, ask_slurm
+    given.tell(lambda: _document(*meant), lambda: _page(*meant))
     return 0
 
 

@@ -6,7 +6,7 @@ nothing runs that could be looked at: the run waits in the queue, is over, or wa
 
 from typing import Any
 
-from prime_hpc.cli.common import parse, print_json
+from prime_hpc.cli.common import parse
 from prime_hpc.launch.monitor.who_hangs import ask_why, find_target, why_idle
 from prime_hpc.supervisor.stalls.collect import text_of
 from prime_hpc.supervisor.stalls.diagnose import PATIENCE_S
@@ -23,11 +23,8 @@ def run(argv: list[str], program: str) -> int:
     target = find_target(word)
     if target.status is not None and (idle := why_idle(target.status)):
         document: dict[str, Any] = {"run": str(target.path), "headline": idle, "state": target.status.state}
-        print_json(document) if "--json" in given else print(idle)
+        given.tell(lambda: document, lambda: idle)
         return 3
     document = ask_why(target, patience_s=patience_s, timeout_s=timeout_s)
-    if "--json" in given:
-        print_json(document)
-    else:
-        print(text_of(document, with_stacks="--stacks" in given), end="")
+    given.tell(lambda: document, lambda: text_of(document, with_stacks="--stacks" in given))
     return 1 if document["diagnosis"]["is_hang"] else 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
-from prime_hpc.launch.monitor.run_facts import RunStatus
+from prime_hpc.launch.monitor.run_facts import RunStatus, number
 from prime_hpc.launch.monitor.run_progress import line_of, tail_json, tail_rows
 from prime_hpc.launch.monitor.status import Ask, collect, status_of
 from prime_hpc.observe.metric_files import metrics_file
@@ -98,10 +98,10 @@ def _space(path: Path) -> tuple[float, float] | None:
 
 def series(rows: Sequence[Row], key: str) -> list[float]:
     """Return a metric over the rows, oldest first; NaN where a row has none, or no finite one. [] where no row has."""
-    numbers = [number_of(row.get(key)) for row in rows]
-    if all(number is None for number in numbers):
+    found = [number_of(row.get(key)) for row in rows]
+    if all(value is None for value in found):
         return []
-    return [number if number is not None and isfinite(number) else float("nan") for number in numbers]
+    return [value if value is not None and isfinite(value) else float("nan") for value in found]
 
 
 def shares(
@@ -129,5 +129,4 @@ def shares(
 
 
 def _seconds(row: Row, key: str) -> float:
-    number = number_of(row.get(f"time/{key}"))
-    return max(0.0, number) if number is not None and isfinite(number) else 0.0
+    return max(0.0, number(row.get(f"time/{key}")) or 0.0)

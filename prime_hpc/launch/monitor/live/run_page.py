@@ -8,14 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_hpc.launch.monitor.live import parts
-from prime_hpc.launch.monitor.live.facts import (
-    ORCHESTRATOR_PHASES,
-    RECENT,
-    TRAINER_PHASES,
-    LiveRun,
-    series,
-    shares,
-)
+from prime_hpc.launch.monitor.live.facts import ORCHESTRATOR_PHASES, RECENT, TRAINER_PHASES, LiveRun, series, shares
 from prime_hpc.launch.monitor.run_facts import RunStatus, number, span
 from prime_hpc.observe.console import local_time, short, time_left
 from prime_hpc.slurm.hostlist import compress_hosts
