@@ -171,6 +171,11 @@ class Experiment(Section):
         return self.kind == "rl" and self.trainer.router_replay
 
     @property
+    def trains_reward_model(self) -> bool:
+        """True if a scalar head is trained in the place of the language model's."""
+        return self.kind == "sft" and self.sft.preference is not None and self.sft.preference.scores
+
+    @property
     def trains(self) -> bool:
         """True if the run has a trainer."""
         return self.kind not in ALONE

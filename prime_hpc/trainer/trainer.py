@@ -337,6 +337,7 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
         context=experiment.context,
         rows=config.rows,
         replays_routers=experiment.replays_routers,
+        new_head=experiment.seed if experiment.trains_reward_model else None,
     )
     control = control_group(device, config.dist_timeout_s)
     nodes = control.gather_all(this_node()) if dist.get_backend() != "fake" else []  # a rehearsal's

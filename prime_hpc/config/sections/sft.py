@@ -237,9 +237,10 @@ class PreferenceConfig(Section):
     """A loss on pairs of replies to one prompt, of which one was preferred. With r the sum of log pi - log pi_ref over
     a reply's tokens and d = r(chosen) - r(rejected), pi_ref being the weights that training begins with."""
 
-    type: Literal["dpo", "ipo", "hinge"] = "dpo"
+    type: Literal["dpo", "ipo", "hinge", "bradley_terry"] = "dpo"
     """`dpo`: - log sigmoid(beta d) (arXiv 2305.18290); `ipo`: (d - 1 / (2 beta))^2 (arXiv 2310.12036); `hinge`:
-    max(0, 1 - beta d) (arXiv 2305.10425)."""
+    max(0, 1 - beta d) (arXiv 2305.10425). `bradley_terry` trains a reward model: r is what a scalar head, in the place
+    of the language model's, gives the last token, and the loss is - log sigmoid(d) (arXiv 2203.02155)."""
     beta: float = Field(0.1, gt=0, allow_inf_nan=False)
     """The weight of d: the smaller, the farther the policy may go from the reference."""
     reference: bool = True
@@ -247,11 +248,36 @@ class PreferenceConfig(Section):
     length_normalized: bool = False
     """r is the mean over a reply's tokens instead of the sum: Tulu 3's `dpo_norm`; without `reference` SimPO."""
     margin: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """`dpo`: taken from beta d, what a pair must differ by (SimPO's gamma, arXiv 2405.14734)."""
+    """`dpo`, `bradley_terry`: taken from beta d, what a pair must differ by (SimPO's gamma, arXiv 2405.14734)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """`dpo`: the share of pairs that are taken to be labelled the wrong way round (cDPO)."""
+    """`dpo`, `bradley_terry`: the share of pairs that are taken to be labelled the wrong way round (cDPO)."""
     nll_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the chosen reply's mean negative log-likelihood beside the loss (RPO, arXiv 2404.19733)."""
+    centering_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """`bradley_terry`: weight of (r(chosen) + r(rejected))^2, which keeps rewards about 0 (arXiv 2312.09244)."""
+
+    @property
+    def scores(self) -> bool:
+        """Tell whether r is a reward model's score."""
+        return self.type == "bradley_terry"
+
+    @property
+    def compares(self) -> bool:
+        """Tell whether r is compared with the starting weights'."""
+        return self.reference and not self.scores
+
+    @property
+    def scale(self) -> float:
+        """The weight of d."""
+        return 1.0 if self.scores else self.beta
+
+    @model_validator(mode="after")
+    def _scores_are_no_logprobs(self) -> "PreferenceConfig":
+        of_logprobs = ("beta", "reference", "length_normalized", "nll_weight") if self.scores else ()
+        for name in of_logprobs:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is of log-probabilities, and bradley_terry compares scores: leave it out")
+        return self
 
 
 class SFTConfig(Section):

@@ -78,6 +78,8 @@ class FakeData:
         self._position += self._shape.batch_size
         if self._sides > 1:
             batch = replace(batch, reference_sums=np.zeros(batch.num_sequences))
+        if trainer.experiment.trains_reward_model:
+            batch = replace(batch, loss_mask=np.isin(np.arange(batch.num_tokens), batch.seq_offsets[1:] - 1))
         return batch, {"num_samples": self._position}
 
     def close(self) -> None:
@@ -116,7 +118,7 @@ class RealData:
         self._stream = self._new_stream(self._new_order(), last_row)
         self._sums: NDArray[np.float64] | None = None
         preference = experiment.sft.preference
-        self.compares = preference is not None and preference.reference
+        self.compares = preference is not None and preference.compares
         """Whether batches must carry the starting weights' log-probabilities, see `references`."""
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}
@@ -300,6 +302,7 @@ def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path, voca
         seq_len=seq_len_of(experiment),
         vocab_size=vocab_size,
         sees_images=experiment.model.vision is not None,
+        scores=experiment.trains_reward_model,
     )
 
 

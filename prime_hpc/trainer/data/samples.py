@@ -1,7 +1,7 @@
 """One row to its token-exact samples: parse, render, tokenise, cut to length."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +138,16 @@ class RowTokenizer:
         config: SFTDataConfig,
         seq_len: int,
         vocab_size: int,
+        *,
+        scores: bool = False,
     ) -> None:
         """Args:
         tokenizer: with its template.
         config: what is trained and what happens to long samples.
         seq_len: longest sample in tokens.
+        scores: mark the last token of each side alone, which a reward model scores.
         """
+        self._scores = scores
         self._tokenizer, self._source, self._config, self._seq_len = tokenizer, source, config, seq_len
         self._vocab_size = vocab_size
 
@@ -176,7 +180,17 @@ class RowTokenizer:
             if not total.truncated:
                 raise SFTDataError(f"both sides are the same tokens: {self._tokenizer.name} shows no difference")
             return RowResult([], RowCounts(rows=1, truncated=1, untrained=1))
-        return RowResult([SFTSample.pair(sides)], total)
+        return RowResult([SFTSample.pair([self._scored(side) for side in sides] if self._scores else sides)], total)
+
+    def _scored(self, side: SFTSample) -> SFTSample:
+        """Return a side that is read at its last token. Raises SFTDataError: transformers takes it for padding."""
+        last = int(side.token_ids[-1])
+        if last == self._tokenizer.score_pad:
+            raise SFTDataError(
+                f"a side ends with the tokenizer's padding token {self._tokenizer.decode([last])!r}, behind which "
+                "transformers looks for no score: state another pad_token in tokenizer_config.json of the model"
+            )
+        return replace(side, loss_mask=np.arange(len(side.token_ids)) == len(side.token_ids) - 1)
 
     def _made(self, parsed: Conversation | PlainText | TokenRow, folder: Path | None) -> RowResult:
         """Return the samples of a row, or of one side of a pair."""

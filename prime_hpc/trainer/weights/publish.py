@@ -256,6 +256,7 @@ class Publisher:
         config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
+        config |= self._policy.reward_config or {}
         found: dict[str, Content] = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
         if self._plan.is_indexed:
             found[INDEX] = json.dumps(self._plan.index(), indent=1).encode()
