@@ -442,3 +442,10 @@ def fake_batch(config: FakeDataConfig, vocab_size: int, seed: int, step: int, ra
     per_rank = -(-len(groups) // world_size)
     own = groups[rank::world_size]
     return build_rank_batch(own + [[]] * (per_rank - len(own)), ids, masks, advantages)
+
+
+def as_pairs(batch: RankBatch, *, scores: bool) -> RankBatch:
+    """Return random samples as the two sides of pairs. `scores`: a reward model's, each read at its last token."""
+    batch = replace(batch, reference_sums=np.zeros(batch.num_sequences))
+    last = np.isin(np.arange(batch.num_tokens), batch.seq_offsets[1:] - 1)
+    return replace(batch, loss_mask=last) if scores else batch

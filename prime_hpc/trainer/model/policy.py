@@ -90,7 +90,7 @@ class Policy(nn.Module):
             hidden = hidden + nothing_of_images(body, self.image_inputs, hidden.device).to(hidden.dtype)
         hidden = hidden.to(weight.dtype)  # some state-space models return float32, whatever they compute in
         if self.scores:  # in float32, as vLLM's pooling heads compute
-            logprobs = (hidden.float() @ weight.float().T)[:, 0]
+            logprobs = hidden.float() @ weight.float()[0]
             entropy = logprobs.new_zeros(0)
         else:
             logprobs, entropy = token_logprobs(

@@ -26,10 +26,11 @@ def config_of(hf_config: Any) -> Any:
     whose head is `score`."""
     from transformers import AutoModelForSequenceClassification
 
-    if type(hf_config) not in AutoModelForSequenceClassification._model_mapping:
+    is_nested = hf_config.get_text_config() is not hf_config  # among what sees or hears: where would labels stand?
+    if is_nested or type(hf_config) not in AutoModelForSequenceClassification._model_mapping:
         raise ValueError(
-            f"transformers has no {hf_config.model_type} with a head for labels (AutoModelForSequenceClassification), "
-            "so there is no reward model of this family: begin with another one"
+            f"transformers has no {hf_config.model_type} of text alone with a head for labels "
+            "(AutoModelForSequenceClassification): there is no reward model of this family; begin with another one"
         )
     hf_config.num_labels = 1
     return hf_config
@@ -66,7 +67,7 @@ def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     Raises ValueError: without a tokenizer, nobody knows what is padding."""
     try:
         tokenizer = load_tokenizer(str(source), trust_remote_code=trust_remote_code)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer in {source} ({error})") from error
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {"architectures": [type(hf).__name__], "pad_token_id": pad_of(tokenizer), **labels}
