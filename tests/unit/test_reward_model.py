@@ -78,7 +78,8 @@ def test_a_model_learns_what_the_formula_says(group: None, tmp_path: Path, layou
         published(policy, source, tmp_path / "run"), dtype=torch.float64
     ).eval()
     scores = torch.cat([hf(torch.from_numpy(ids.astype(np.int64))[None]).logits[0] for ids in sides]).view(4, 2)
-    d = scores[:, 0] - scores[:, 1] - CONFIG.margin
+    margins = torch.tensor([0.0, 0.5, 1.0, -0.25], dtype=torch.float64)  # the rows' own
+    d = scores[:, 0] - scores[:, 1] - CONFIG.margin - margins
     loss = (-0.9 * logsigmoid(d) - 0.1 * logsigmoid(-d) + CONFIG.centering_weight * scores.sum(1).square()).mean()
     loss.backward()
 
@@ -93,6 +94,7 @@ def test_a_model_learns_what_the_formula_says(group: None, tmp_path: Path, layou
     masks = [np.arange(len(row)) == len(ids) - 1 for row, ids in zip(padded, sides, strict=True)]
     rows = np.repeat(np.arange(4), 2)
     batch = replace(build_rank_batch(micros, padded, masks), sample_ids=rows, group_ids=rows.copy())
+    batch = replace(batch, reference_sums=np.column_stack([margins.numpy(), np.zeros(4)]).ravel())
     stats, num_shared = step.accumulate(step.lay_out(batch), partial(preference_loss, CONFIG), batch_facts(batch, 1))
 
     assert (num_shared > 0) is (layout == "packed")
@@ -168,7 +170,7 @@ def test_a_model_without_such_a_head_is_refused(group: None, tmp_path: Path) -> 
 def tokenised(folder: Path, row: dict[str, Any]) -> Any:
     sft = SFTConfig.model_validate({"preference": {"type": "bradley_terry"}, "data": {"path": "x.jsonl"}})
     tokenizer = ChatTokenizer(AutoTokenizer.from_pretrained(folder))
-    return RowTokenizer(tokenizer, sft.data, sft.data, 64, 400, scores=True).row(row)
+    return RowTokenizer(tokenizer, sft.data, sft.data, 64, 400).row(row)
 
 
 def test_each_side_is_read_at_the_last_token_of_the_whole_conversation(tmp_path: Path) -> None:
@@ -181,6 +183,8 @@ def test_each_side_is_read_at_the_last_token_of_the_whole_conversation(tmp_path:
         text = tokenizer.apply_chat_template(talk, tokenize=False)
         assert side.token_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
         assert np.flatnonzero(side.loss_mask).tolist() == [len(side.token_ids) - 1]
+    assert pair.margin == 0 and tokenised(folder, row | {"margin": 2}).samples[0].margin == 2
+    assert "expected `margin` as a number, got 'much'" in str(tokenised(folder, row | {"margin": "much"}).error)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = tokenizer.chat_template.replace("'<|im_end|>\\n'", f"'{tokenizer.eos_token}'")
     tokenizer.save_pretrained(folder)

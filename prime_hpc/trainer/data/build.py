@@ -299,7 +299,6 @@ def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path, voca
         seq_len=seq_len_of(experiment),
         vocab_size=vocab_size,
         sees_images=experiment.model.vision is not None,
-        scores=experiment.trains_reward_model,
     )
 
 

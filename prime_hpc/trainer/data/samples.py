@@ -12,7 +12,7 @@ from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.token_rows import TokenRow
 from prime_hpc.trainer.data.images import EncodedImage
 from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, parse_row
-from prime_hpc.trainer.data.pairs import parse_pair
+from prime_hpc.trainer.data.pairs import margin_of, parse_pair
 from prime_hpc.trainer.data.template import ChatTokenizer
 
 
@@ -30,16 +30,18 @@ class SFTSample:
     """The encoded images, in the order of their numbers."""
     split: int = 0
     """Of a pair the number of tokens of its first side; 0: it is one sequence."""
+    margin: float = 0.0
+    """Of a pair for a reward model: by how much the first side should score higher."""
 
     @classmethod
-    def pair(cls, sides: "Sequence[SFTSample]") -> "SFTSample":
+    def pair(cls, sides: "Sequence[SFTSample]", margin: float = 0.0) -> "SFTSample":
         """Return two sequences as one sample, which goes to one micro-batch."""
         ids, masks = ([getattr(side, name) for side in sides] for name in ("token_ids", "loss_mask"))
         images = [np.zeros(len(side.token_ids), np.int32) if side.images is None else side.images for side in sides]
         images[1] = np.where(images[1] > 0, images[1] + len(sides[0].image_data), 0).astype(np.int32)
         data = sides[0].image_data + sides[1].image_data
         numbers = np.concatenate(images) if data else None
-        return cls(np.concatenate(ids), np.concatenate(masks), numbers, data, split=len(ids[0]))
+        return cls(np.concatenate(ids), np.concatenate(masks), numbers, data, split=len(ids[0]), margin=margin)
 
     def sides(self) -> "list[SFTSample]":
         """Return the sequences that it is made of."""
@@ -138,16 +140,12 @@ class RowTokenizer:
         config: SFTDataConfig,
         seq_len: int,
         vocab_size: int,
-        *,
-        scores: bool = False,
     ) -> None:
         """Args:
         tokenizer: with its template.
         config: what is trained and what happens to long samples.
         seq_len: longest sample in tokens.
-        scores: mark the last token of each side alone, which a reward model scores.
         """
-        self._scores = scores
         self._tokenizer, self._source, self._config, self._seq_len = tokenizer, source, config, seq_len
         self._vocab_size = vocab_size
 
@@ -180,7 +178,9 @@ class RowTokenizer:
             if not total.truncated:
                 raise SFTDataError(f"both sides are the same tokens: {self._tokenizer.name} shows no difference")
             return RowResult([], RowCounts(rows=1, truncated=1, untrained=1))
-        return RowResult([SFTSample.pair([self._scored(side) for side in sides] if self._scores else sides)], total)
+        if not self._source.scores:
+            return RowResult([SFTSample.pair(sides)], total)
+        return RowResult([SFTSample.pair(list(map(self._scored, sides)), margin_of(row, self._source))], total)
 
     def _scored(self, side: SFTSample) -> SFTSample:
         """Return a side that is read at its last token. Raises SFTDataError: transformers takes it for padding."""

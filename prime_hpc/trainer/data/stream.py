@@ -80,6 +80,8 @@ class _Row:
     """Bytes of each sample on its way to the rank that trains it."""
     splits: list[int]
     """Tokens of the first side of each sample, see `SFTSample.split`."""
+    margins: list[float]
+    """See `SFTSample.margin`."""
     counts: RowCounts
     error: str | None
     holder: int
@@ -263,16 +265,18 @@ class SampleStream:
         results = self._tokenise(indices)
         for place, result in zip(own, results, strict=True):
             self._held[place] = result.samples
+        measured = [[(len(s.token_ids), s.num_bytes, s.split, s.margin) for s in made.samples] for made in results]
         told = [
-            (index, [(len(s.token_ids), s.num_bytes, s.split) for s in result.samples], result.counts, result.error)
-            for index, result in zip(indices, results, strict=True)
+            (index, measures, result.counts, result.error)
+            for index, measures, result in zip(indices, measured, results, strict=True)
         ]
         gathered = self._ranks.gather_all(told)
         for place in range(self._next_row, stop):
             holder, turn = (place - self._next_row) % size, (place - self._next_row) // size
             index, measures, counts, error = gathered[holder][turn]
-            lengths, sizes, splits = ([measure[i] for measure in measures] for i in range(3))
-            self._waiting.append(_Row(index, lengths, sizes, splits, counts, error, holder))
+            lengths, sizes, splits = ([int(measure[i]) for measure in measures] for i in range(3))
+            margins = [measure[3] for measure in measures]
+            self._waiting.append(_Row(index, lengths, sizes, splits, margins, counts, error, holder))
             if error is None:
                 self._barren = 0 if lengths else self._barren + 1
         self._next_row = stop
@@ -352,6 +356,10 @@ class SampleStream:
         ranked = build_rank_batch(of_micros, ids, masks, images=images)
         numbered = np.array(rows, dtype=np.int64)
         ranked = replace(ranked, sample_ids=numbered, group_ids=numbered.copy())
+        margins = [self._waiting[row].margins[sub] for row, sub in chosen]
+        if any(margins):
+            own = [above for micro in micros for sample in micro for above in (margins[sample], 0.0)]
+            ranked = replace(ranked, reference_sums=np.array(own))
         splits = [self._waiting[row].splits[sub] for row, sub in chosen]
         sides = [n for length, split in zip(lengths.tolist(), splits, strict=True) for n in (split, length - split)]
         total, padded = int(lengths.sum()), sum(self._padded(n) for n in sides)

@@ -39,8 +39,6 @@ class Recipe:
     """Of the model."""
     sees_images: bool = False
     """`model.vision`."""
-    scores: bool = False
-    """A reward model reads them."""
 
     @property
     def makes(self) -> tuple[Any, ...]:
@@ -74,12 +72,7 @@ class RowReader:
     def __init__(self, recipe: Recipe, rows: Rows | None = None, tokenizer: ChatTokenizer | None = None) -> None:
         self._rows = rows or recipe.open_rows()
         self._tokenizer = RowTokenizer(
-            tokenizer or recipe.load_tokenizer(),
-            recipe.source,
-            recipe.config,
-            recipe.seq_len,
-            recipe.vocab_size,
-            scores=recipe.scores,
+            tokenizer or recipe.load_tokenizer(), recipe.source, recipe.config, recipe.seq_len, recipe.vocab_size
         )
         self._skip = recipe.config.bad_rows == "skip"
 

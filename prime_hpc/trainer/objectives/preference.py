@@ -83,7 +83,10 @@ def preference_loss(
         if config.length_normalized:
             ratios = ratios / lengths.clamp(min=1)
         chosen, rejected = ratios.unbind(1)
-        loss = (share * LOSSES[config.type](chosen - rejected, config)).sum()
+        d = chosen - rejected
+        if config.scores and micro.reference_sums is not None:  # the rows' own margins
+            d = d - _of_pairs(micro.reference_sums)[:, 0]
+        loss = (share * LOSSES[config.type](d, config)).sum()
         if config.centering_weight:
             loss = loss + config.centering_weight * (share * (chosen + rejected).square()).sum()
         if config.nll_weight:
