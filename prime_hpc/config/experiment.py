@@ -314,8 +314,8 @@ class Experiment(Section):
             )
         if evaluation is not None and not evaluation.env:
             raise ValueError("orchestrator.eval names no environment to evaluate on: set orchestrator.eval.env")
-        if self.trains_reward_model and (evaluation or self.model.vision or self.model.lora):
-            unfit = "trains whole, reads text and writes nothing: leave model.lora, model.vision, orchestrator.eval out"
+        if self.trains_reward_model and (evaluation or self.model.vision):
+            unfit = "reads text and writes no replies: leave model.vision and orchestrator.eval out"
             raise ValueError(f"a reward model (sft.preference.type = bradley_terry) {unfit}")
         longest, twice = (
             (data.seq_len or self.seq_len) * self.sft.num_sides,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +25,10 @@ def whole(folder: Path) -> RunPaths:
     return run(folder, "reward", preference=BRADLEY_TERRY)
 
 
-def test_held_out_scores_are_those_of_transformers(folder: Path, whole: RunPaths) -> None:
-    rows = rows_of(whole)
-    assert rows[STEPS]["eval/loss"] < 0.5 * rows[0]["eval/loss"] and rows[STEPS]["rewards/accuracies"] > 0.8
-    assert not whole.reference_sums.exists() and "logps/chosen" not in rows[1]
-    version = whole.weights_step(STEPS)
+def held_out_scores(folder: Path, version: Path) -> list[float]:
+    """What transformers makes of the chosen and of the rejected held-out replies, on average."""
     hf = AutoModelForSequenceClassification.from_pretrained(version, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(version)
+    tokenizer, means = AutoTokenizer.from_pretrained(version), []
     held = [json.loads(line) for line in (folder / "held.jsonl").read_text(encoding="utf-8").splitlines()]
     for side in ("chosen", "rejected"):
         talks = [
@@ -39,8 +37,33 @@ def test_held_out_scores_are_those_of_transformers(folder: Path, whole: RunPaths
         texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
         padded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
-            scores = hf(input_ids=padded.input_ids, attention_mask=padded.attention_mask).logits
-        assert float(scores.mean()) == pytest.approx(rows[STEPS][f"eval/rewards/{side}"], abs=1e-5)
+            means.append(float(hf(input_ids=padded.input_ids, attention_mask=padded.attention_mask).logits.mean()))
+    return means
+
+
+def test_held_out_scores_are_those_of_transformers(folder: Path, whole: RunPaths) -> None:
+    rows = rows_of(whole)
+    assert rows[STEPS]["eval/loss"] < 0.5 * rows[0]["eval/loss"] and rows[STEPS]["rewards/accuracies"] > 0.8
+    assert not whole.reference_sums.exists() and "logps/chosen" not in rows[1]
+    expected = [rows[STEPS][f"eval/rewards/{side}"] for side in ("chosen", "rejected")]
+    assert held_out_scores(folder, whole.weights_step(STEPS)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_adapter_on_two_ranks_is_published_whole_and_resumes_to_the_last_bit(folder: Path) -> None:
+    def made(name: str, **changes: Any) -> RunPaths:
+        model = {"lora": {"rank": 4}}
+        return run(folder, name, 2, preference=BRADLEY_TERRY, model=model, trainer={"num_ranks": 2}, **changes)
+
+    whole, half = made("reward-lora"), made("reward-lora-half", max_steps=HALF, ckpt={})
+    tree = half.run_yaml.read_text(encoding="utf-8")
+    half.run_yaml.write_text(tree.replace(f"max_steps: {HALF}", f"max_steps: {STEPS}"))
+    assert_done(run_trainer(half, 2), half)
+    rows = rows_of(whole)
+    assert rows[STEPS]["eval/loss"] < rows[0]["eval/loss"]
+    expected = [rows[STEPS][f"eval/rewards/{side}"] for side in ("chosen", "rejected")]
+    assert held_out_scores(folder, whole.weights_step(STEPS)) == pytest.approx(expected, abs=1e-5)
+    a, b = weights(whole, STEPS), weights(half, STEPS)
+    assert "score.weight" in a and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(folder: Path, whole: RunPaths) -> None:

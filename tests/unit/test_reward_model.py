@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.sft import PreferenceConfig, SFTConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig, TrainerConfig
@@ -27,6 +28,7 @@ from prime_hpc.trainer.batching.micro_batches import as_pairs, batch_facts, buil
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowTokenizer
 from prime_hpc.trainer.data.template import ChatTokenizer
+from prime_hpc.trainer.lora.slots import PREFIX
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import preference_loss
@@ -34,6 +36,7 @@ from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.weights.publish import Publisher
+from tests.support.lora import adapters_of, fill_randomly
 from tests.support.tiny_families import make_family
 from tests.support.tiny_model import make_tiny_model
 
@@ -41,9 +44,9 @@ CPU = torch.device("cpu")
 CONFIG = PreferenceConfig(type="bradley_terry", margin=0.3, label_smoothing=0.1, centering_weight=0.05)
 
 
-def loaded(folder: Path, seed: int | None = 7, dtype: str = "float32") -> Policy:
+def loaded(folder: Path, seed: int | None = 7, **model: Any) -> Policy:
     return load_policy(
-        ModelConfig(name=str(folder), dtype=dtype),
+        ModelConfig(name=str(folder), **({"dtype": "float32"} | model)),
         folder,
         build_parallel(ParallelDims(), "cpu"),
         CPU,
@@ -84,11 +87,7 @@ def test_a_model_learns_what_the_formula_says(group: None, tmp_path: Path, layou
     loss.backward()
 
     policy.single_rows = layout == "a row a side"
-    config = TrainerConfig(no_sync=False, share_prefixes=layout == "packed")
-    step = TrainStep(
-        policy, build_optimizer(policy, config.optim), config, max_steps=9, normalize="sequence", device=CPU,
-        peak_flops=1.0, with_entropy=False, together=2, row_tokens=40,
-    )  # fmt: skip
+    step = step_of(policy, share_prefixes=layout == "packed")
     micros = [[2 * i, 2 * i + 1] for i in range(4)] if layout == "a pair a micro-batch" else [list(range(8))]
     padded = [np.append(ids, np.zeros(i % 3, np.int32)) for i, ids in enumerate(sides)]  # `pad_multiple` fills up
     masks = [np.arange(len(row)) == len(ids) - 1 for row, ids in zip(padded, sides, strict=True)]
@@ -117,6 +116,43 @@ def test_a_model_learns_what_the_formula_says(group: None, tmp_path: Path, layou
         torch.testing.assert_close(grad, theirs[name].grad, rtol=2e-3, atol=2e-6)
 
 
+def step_of(policy: Policy, **changes: Any) -> TrainStep:
+    config = TrainerConfig(no_sync=False, **changes)
+    adapter = None if policy.adapters is None else policy.adapters.parameters(0)
+    return TrainStep(
+        policy, build_optimizer(policy, config.optim, adapter), config, max_steps=9, normalize="sequence", device=CPU,
+        peak_flops=1.0, with_entropy=False, together=2, row_tokens=40,
+    )  # fmt: skip
+
+
+def test_an_adapter_trains_the_head_too_and_is_published_merged(group: None, tmp_path: Path) -> None:
+    source, sides, lora = make_tiny_model(tmp_path / "model"), sides_of(3), LoraConfig(rank=4, alpha=8)
+    policy = loaded(source, lora=lora)
+    tensors = fill_randomly(policy, 0, seed=3)
+    hf = AutoModelForSequenceClassification.from_pretrained(
+        published(policy, source, tmp_path / "run"), dtype=torch.float64
+    ).eval()
+    scores = torch.cat([hf(torch.from_numpy(ids.astype(np.int64))[None]).logits[0] for ids in sides]).view(3, 2)
+    loss = -logsigmoid(scores[:, 0] - scores[:, 1]).mean()
+    loss.backward()
+    masks = [np.arange(len(ids)) == len(ids) - 1 for ids in sides]
+    batch = build_rank_batch([[0, 1, 2, 3], [4, 5]], sides, masks)
+    step, config = step_of(policy), PreferenceConfig(type="bradley_terry")
+    with step.adapted():
+        stats, _ = step.accumulate(batch, partial(preference_loss, config), batch_facts(batch, 1))
+    assert float(stats.totals["loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
+    theirs = dict(hf.named_parameters())
+    adapters = adapters_of(policy)
+    assert "score" in adapters.modules
+    for name, parameter in adapters.named_parameters(0).items():
+        module, _, kind = name.rpartition(".")
+        a, b = (tensors[f"{PREFIX}{module}.lora_{k}.weight"].double() for k in "AB")
+        slope: Any = theirs[f"{module}.weight"].grad
+        expected = 2.0 * (b.T @ slope if kind == "lora_A" else slope @ a.T)
+        found: Any = parameter.grad
+        torch.testing.assert_close(found.full_tensor().double(), expected, rtol=2e-3, atol=2e-6)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
 def test_a_version_is_what_transformers_loads_and_what_training_goes_on_from(
     group: None, tmp_path: Path, family: str
@@ -143,12 +179,7 @@ def test_a_new_head_is_the_seeds_and_half_precision_scores_in_float32(group: Non
     assert 0.1 < float(heads[0].std()) < 0.4  # the config's initializer_range
     policy = loaded(source, dtype="bfloat16")
     batch = as_pairs(fake_batch(FakeDataConfig(batch_size=2, seq_len=8), 90, 0, 0, 0, 1), scores=True)
-    config = TrainerConfig()
-    step = TrainStep(
-        policy, build_optimizer(policy, config.optim), config, max_steps=9, normalize="sequence", device=CPU,
-        peak_flops=1.0, with_entropy=False, together=2,
-    )  # fmt: skip
-    micro = step.micro_batch(batch, 0)
+    micro = step_of(policy).micro_batch(batch, 0)
     with torch.no_grad(), policy.packing(micro):
         scores, entropy = policy(micro)
     assert scores.shape == (2,) and scores.dtype == torch.float32 and not len(entropy)
@@ -203,9 +234,11 @@ def tree(name: str, **changes: Any) -> dict[str, Any]:
     [
         ({"preference": {"beta": 0.2}}, "beta is of log-probabilities"),
         ({"preference": {"nll_weight": 1}}, "nll_weight is of log-probabilities"),
-        ({"model": {"name": "m", "lora": {}}}, "leave model.lora, model.vision"),
-        ({"model": {"name": "m", "vision": "frozen"}}, "leave model.lora, model.vision"),
-        ({"inference": {}, "orchestrator": {"eval": {"env": [{"id": "x"}]}}}, "leave model.lora, model.vision"),
+        ({"model": {"name": "m", "vision": "frozen"}}, "leave model.vision and"),
+        (
+            {"inference": {}, "orchestrator": {"eval": {"env": [{"id": "x"}]}}},
+            "leave model.vision and",
+        ),
     ],
 )
 def test_what_a_reward_model_has_not_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -16,6 +16,7 @@ from prime_hpc.moe import replay
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.lora import Adapters
+from prime_hpc.trainer.model import score_head
 from prime_hpc.trainer.model.conversions import WeightMap
 from prime_hpc.trainer.model.vision import forward_with_images, nothing_of_images
 from prime_hpc.trainer.ops import attention
@@ -90,7 +91,7 @@ class Policy(nn.Module):
             hidden = hidden + nothing_of_images(body, self.image_inputs, hidden.device).to(hidden.dtype)
         hidden = hidden.to(weight.dtype)  # some state-space models return float32, whatever they compute in
         if self.scores:  # in float32, as vLLM's pooling heads compute
-            logprobs = hidden.float() @ weight.float()[0]
+            logprobs = hidden.float() @ score_head.weight_of(head)
             entropy = logprobs.new_zeros(0)
         else:
             logprobs, entropy = token_logprobs(

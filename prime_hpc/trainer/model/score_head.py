@@ -13,6 +13,7 @@ from torch import nn
 
 from prime_hpc.store.model.files import StoredTensor
 from prime_hpc.store.model.tokenizer import load_tokenizer, pad_of
+from prime_hpc.trainer.lora.linear import LoraLinear
 from prime_hpc.trainer.model.conversions import LM_HEAD
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
 from prime_hpc.trainer.parallel.tensor import local
@@ -42,7 +43,7 @@ def stored_with_score(stored: Mapping[str, StoredTensor], hf: Any, source: Path)
     head = getattr(hf, "score", None)
     if type(head) is not nn.Linear or head.bias is not None:
         raise ValueError(f"{type(hf).__name__} has no head `score` without a bias: no engine would serve it")
-    vars(hf)["get_output_embeddings"] = lambda: head  # what asks for the output head means this one
+    vars(hf)["get_output_embeddings"] = lambda: hf.score  # what asks for the output head means this one
     rest = {name: tensor for name, tensor in stored.items() if name != LM_HEAD}
     return {SCORE: StoredTensor(source / _NOWHERE, "F32", tuple(head.weight.shape)), **rest}
 
@@ -60,6 +61,14 @@ def begin(score: torch.Tensor, hf_config: Any, seed: int) -> None:
     whole = torch.randn(score.shape, generator=generator) * deviation
     box = local_box(score)
     local(score).copy_(whole[inside(box, tuple((0, size) for size in score.shape))])
+
+
+def weight_of(head: nn.Linear) -> torch.Tensor:
+    """Return a head's whole weight in float32, float32[hidden], with the adapter that is in use."""
+    weight = local(head.weight)[0].float()
+    if isinstance(head, LoraLinear) and head.lora_a is not None and head.lora_b is not None:
+        return weight + head.lora_scale * (head.lora_b @ head.lora_a)[0]
+    return weight
 
 
 def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:

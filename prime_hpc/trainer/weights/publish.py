@@ -1,10 +1,11 @@
 """Publishing a weight version, all ranks at once, as an artifact that Hugging Face and vLLM load as it is.
 
-With `model.lora` a version is the adapter alone, see `lora_files.AdapterPublisher`. Else it is a safetensors file per
-rank, and every rank hands the rows that it holds of each tensor, with their places in these files, to the transport
-(`weight_transport.transport`); one whose parts lie on several nodes, or are no whole rows, comes to the rank whose file
-it stands in, which hands it over (`write_plan`, `gathering`). Then each rank seals what it wrote. Rank 0 adds the
-index, config.json and the tokenizer of the source model (`aux_files`) to a version that is whole, and commits.
+With `model.lora` a version is the adapter alone (of a reward model all, merged), see `lora_files.AdapterPublisher`.
+Else it is a safetensors file per rank, and every rank hands the rows that it holds of each tensor, with their places in
+these files, to the transport (`weight_transport.transport`); one whose parts lie on several nodes, or are no whole
+rows, comes to the rank whose file it stands in, which hands it over (`write_plan`, `gathering`). Then each rank seals
+what it wrote. Rank 0 adds the index, config.json and the tokenizer of the source model (`aux_files`) to a version that
+is whole, and commits.
 """
 
 import contextlib
@@ -82,8 +83,8 @@ def build_publisher(
     **names: Unpack[Names],
 ) -> VersionPublisher:
     """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
-    is."""
-    if policy.adapters is not None:
+    is. A reward model is published whole: engines take no adapter of its head."""
+    if policy.adapters is not None and not policy.scores:
         return AdapterPublisher(policy, source, paths, slot=slot, **names)
     return Publisher(
         policy, source, paths, dtype=dtype, weights=weights, is_kept=is_kept, slow_ranks=slow_ranks, **names
@@ -222,7 +223,8 @@ class Publisher:
 
     def blocks(self) -> Iterator[Block]:
         """Return what this rank writes. Collective: every rank takes all of its own."""
-        return self._plan.blocks(dict(self._policy.named_weights()))
+        tensors, adapters = dict(self._policy.named_weights()), self._policy.adapters
+        return self._plan.blocks(tensors if adapters is None else adapters.merged(0, tensors))
 
     def _written_files(self) -> list[WholeFile]:
         return [
