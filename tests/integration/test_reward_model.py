@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prime_hpc.store.run_paths import RunPaths
 from tests.integration.test_preference import HALF, STEPS, folder, rows_of, run
@@ -77,15 +77,29 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(folder: Path, whole: RunPaths
     assert "score.weight" in a and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp", "cp", pytest.param("tp", marks=pytest.mark.exhaustive)]
-)  # tests/unit/test_reward_model.py: the loss of one rank
-def test_two_ranks_train_the_same(folder: Path, whole: RunPaths, layout: str) -> None:
-    parallel = {} if layout == "fsdp" else {layout: 2}
-    changes = {"trainer": {"num_ranks": 2, "parallel": parallel}}
-    mine = rows_of(whole)
-    theirs = rows_of(run(folder, f"reward-{layout}", 2, preference=BRADLEY_TERRY, **changes))
+def assert_same(mine: dict[int, dict[str, float]], theirs: dict[int, dict[str, float]]) -> None:
     for step in range(1, STEPS + 1):
         for key in SHOWN:
             assert theirs[step][key] == pytest.approx(mine[step][key], rel=1e-3, abs=1e-4), (step, key)
     assert theirs[STEPS]["eval/loss"] == pytest.approx(mine[STEPS]["eval/loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2}])
+def test_two_ranks_train_the_same(folder: Path, whole: RunPaths, parallel: dict[str, int]) -> None:
+    trainer = {"num_ranks": 2, "parallel": parallel}
+    name = f"reward-two{len(parallel)}"
+    assert_same(rows_of(whole), rows_of(run(folder, name, 2, preference=BRADLEY_TERRY, trainer=trainer)))
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_split_matrices_train_the_same(folder: Path) -> None:
+    even = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    even.resize_token_embeddings(342)
+    even.save_pretrained(folder / "even")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "even")
+    model = {"name": str(folder / "even")}
+    one = run(folder, "reward-even", preference=BRADLEY_TERRY, model=model)
+    trainer = {"num_ranks": 2, "parallel": {"tp": 2}}
+    assert_same(
+        rows_of(one), rows_of(run(folder, "reward-tp", 2, preference=BRADLEY_TERRY, model=model, trainer=trainer))
+    )
