@@ -18,10 +18,12 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.sft import PreferenceConfig, SFTConfig
+from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig, TrainerConfig
 from prime_hpc.launch.checks import reward_models
 from prime_hpc.launch.estimate.model_facts import read_model
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib
+from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import as_pairs, batch_facts, build_rank_batch, fake_batch
@@ -255,6 +257,9 @@ def test_a_reward_model_replies_nowhere_and_a_judge_is_of_its_runners_kind(group
 
     assert problems(**tree(str(reward))) == []
     assert problems(kind="eval", model={"name": str(reward)}) == ["model.name"]
+    alone = Experiment.model_validate({"kind": "eval", "model": {"name": str(reward)}, "inference": {}})
+    found = lint(alone, SiteConfig(name="here"))
+    assert ("PH131", "model.name") in {(one.code, one.key) for one in found}
     judged = {"model": {"name": str(source)}, "inference": {}, "orchestrator": {"env": [{"id": "rows"}]}}
     for judge, runner, expected in (
         (reward, "pooling", []),

@@ -274,7 +274,7 @@ def adapters(subject: Subject) -> Iterator[Finding]:
 
 
 @rule(*EVERY, pods=True)
-def scoring(subject: Subject) -> Iterator[Finding]:
+def scores(subject: Subject) -> Iterator[Finding]:
     """Reward models where replies are needed, and judges of the other kind than their runner."""
     for problem in reward_models(subject.experiment):
         yield Finding.error("PH131", problem.key, problem.message, "")

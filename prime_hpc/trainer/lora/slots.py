@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.trainer.lora.linear import LoraLinear
-from prime_hpc.trainer.model.hf_checkpoint import local_box
-from prime_hpc.trainer.parallel.tensor import local
 
 PREFIX = "base_model.model."
 """Of a tensor's name in PEFT's format, before the module's."""
@@ -158,16 +156,10 @@ class Adapters:
             for p, w in zip(self._pieces, wholes, strict=True)
         }
 
-    @torch.no_grad()
-    def merged(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a model's (sharded) tensors with a slot's adapter in them: W + scale B A, rounded once."""
-        wholes, scale, found = self._gather(slot), self._configs[slot].scale, dict(tensors)
-        for name, a, b in zip(self._linears, wholes[::2], wholes[1::2], strict=True):
-            weight = tensors[f"{name}.weight"]
-            rows, columns = (slice(*ends) for ends in local_box(weight))
-            found[f"{name}.weight"] = whole = torch.empty_like(weight)
-            local(whole).copy_(local(weight).float() + scale * (b[rows] @ a[:, columns]))
-        return found
+    def matrices(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return of each module of a slot scale B and A, whole."""
+        wholes, scale = self._gather(slot), self._configs[slot].scale
+        return {name: (scale * b, a) for name, a, b in zip(self._linears, wholes[::2], wholes[1::2], strict=True)}
 
     @contextlib.contextmanager
     def use(self, slot: int) -> Iterator[None]:

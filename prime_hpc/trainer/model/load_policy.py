@@ -114,6 +114,18 @@ def _build_empty(source: Path, config: ModelConfig, *, scores: bool = False) -> 
     return hf, family
 
 
+def _open(
+    source: Path, config: ModelConfig, *, scores: bool
+) -> tuple[Mapping[str, StoredTensor], Any, Family, dict[str, Any] | None]:
+    """Return a checkpoint's tensors, the empty model of them, how it trains, and its `Policy.reward_config`."""
+    stored = _stored_weights(source)
+    hf, family = _build_empty(source, config, scores=scores)
+    if not scores:
+        return stored, hf, family, None
+    stated = score_head.stated(hf, source, trust_remote_code=config.trust_remote_code)
+    return score_head.stored_with_score(stored, hf, source), hf, family, stated
+
+
 def _says(source: Path, error: Exception) -> str:
     return f"no model can be built from {source / 'config.json'} ({type(error).__name__}: {error})"
 
@@ -175,11 +187,7 @@ def load_policy(
     if config.fp8:
         check_device(device)
     try:
-        stored, reward_config = _stored_weights(source), None
-        hf, family = _build_empty(source, config, scores=new_head is not None)
-        if new_head is not None:
-            stored = score_head.stored_with_score(stored, hf, source)
-            reward_config = score_head.stated(hf, source, trust_remote_code=config.trust_remote_code)
+        stored, hf, family, reward_config = _open(source, config, scores=new_head is not None)
         weights = map_weights(hf, stored)
         check_tied(weights)
         pinned = pin_rotary(hf, context)

@@ -50,7 +50,7 @@ def stored_with_score(stored: Mapping[str, StoredTensor], hf: Any, source: Path)
 
 def is_new(stored: Mapping[str, StoredTensor]) -> bool:
     """Return whether the scalar head is none of the checkpoint's."""
-    return stored[SCORE].file.name == _NOWHERE
+    return SCORE not in stored or stored[SCORE].file.name == _NOWHERE
 
 
 @torch.no_grad()

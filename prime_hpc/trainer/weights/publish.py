@@ -28,7 +28,10 @@ from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.room import takes
 from prime_hpc.store.model.files import INDEX
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.lora import Adapters
+from prime_hpc.trainer.model.hf_checkpoint import local_box
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.slow_ranks import SlowRanks
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
@@ -223,8 +226,8 @@ class Publisher:
 
     def blocks(self) -> Iterator[Block]:
         """Return what this rank writes. Collective: every rank takes all of its own."""
-        tensors, adapters = dict(self._policy.named_weights()), self._policy.adapters
-        return self._plan.blocks(tensors if adapters is None else adapters.merged(0, tensors))
+        tensors = dict(self._policy.named_weights())
+        return self._plan.blocks(tensors if self._policy.adapters is None else _merged(tensors, self._policy.adapters))
 
     def _written_files(self) -> list[WholeFile]:
         return [
@@ -269,6 +272,17 @@ class Publisher:
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
         return found
+
+
+@torch.no_grad()
+def _merged(tensors: dict[str, torch.Tensor], adapters: Adapters) -> dict[str, torch.Tensor]:
+    """Return a model's (sharded) tensors with the adapter in them: W + scale B A, rounded once. Collective."""
+    for name, (b, a) in adapters.matrices(0).items():
+        weight = tensors[f"{name}.weight"]
+        rows, columns = (slice(*ends) for ends in local_box(weight))
+        tensors[f"{name}.weight"] = whole = torch.empty_like(weight)
+        local(whole).copy_(local(weight).float() + b[rows] @ a[:, columns])
+    return tensors
 
 
 class _LeftGathering(BaseException):
