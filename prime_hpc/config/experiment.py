@@ -171,6 +171,11 @@ class Experiment(Section):
         return self.kind == "rl" and self.trainer.router_replay
 
     @property
+    def trains_reward_model(self) -> bool:
+        """True if a scalar head is trained in the place of the language model's."""
+        return self.kind == "sft" and self.sft.preference is not None and self.sft.preference.scores
+
+    @property
     def trains(self) -> bool:
         """True if the run has a trainer."""
         return self.kind not in ALONE
@@ -309,6 +314,9 @@ class Experiment(Section):
             )
         if evaluation is not None and not evaluation.env:
             raise ValueError("orchestrator.eval names no environment to evaluate on: set orchestrator.eval.env")
+        if self.trains_reward_model and (evaluation or self.model.vision):
+            unfit = "reads text and writes no replies: leave model.vision and orchestrator.eval out"
+            raise ValueError(f"a reward model (sft.preference.type = bradley_terry) {unfit}")
         longest, twice = (
             (data.seq_len or self.seq_len) * self.sft.num_sides,
             " of both sides" * (self.sft.num_sides - 1),

@@ -29,7 +29,14 @@ from prime_hpc.runtime.device import planned_device
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
-from prime_hpc.store.model.files import other_format, other_vocabulary, quantised, stored_tensors, without_head
+from prime_hpc.store.model.files import (
+    is_classifier,
+    other_format,
+    other_vocabulary,
+    quantised,
+    stored_tensors,
+    without_head,
+)
 from prime_hpc.store.run_paths import list_steps, parse_step, step_name
 from prime_hpc.store.weights import holds_changes, went_over_network
 
@@ -66,6 +73,7 @@ def check(
             for key, error in (unread_rows(experiment) if _samples(experiment, role) and not waits else ())
         ),
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
+        *reward_models(experiment),
         *_teacher(experiment),
         *(_judge(experiment) if not waits else ()),
         *_compression(experiment),
@@ -138,6 +146,25 @@ def trained_models(experiment: Experiment) -> list[Problem]:
         wrong += [other_format(config.parent), without_head(config.parent, tensors)] if whole else []
         problems += [Problem(message, key) for message in wrong if message]
     return problems
+
+
+def reward_models(experiment: Experiment) -> Iterator[Problem]:
+    """Yield models that score where replies are needed, and a judge of the other kind than its runner."""
+    name, section = experiment.model.name, experiment.judge_inference
+    if not experiment.trains_reward_model and is_classifier(read_config(name) or {}):
+        yield Problem(
+            f"{name} is a reward model: it scores what it reads, and writes no reply. It serves rewards "
+            "(judge_inference.model, runner: pooling), and sft.preference.type = bradley_terry trains it further",
+            "model.name",
+        )
+    if "judge" not in engine_roles(experiment) or section is None:
+        return
+    judge = served_by(experiment, "judge").model.name
+    config, scores = read_config(judge), section.runner == "pooling"
+    if config is not None and is_classifier(config) is not scores:
+        kind = "a language model, which has no score" if scores else "a reward model, which writes no reply"
+        change = "leave runner out" if scores else "set runner = pooling"
+        yield Problem(f"{judge} is {kind}: {change}, or name another judge", "judge_inference.runner")
 
 
 def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:

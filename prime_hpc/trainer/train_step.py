@@ -190,6 +190,7 @@ class TrainStep:
             pads=self.policy.pads_rows,
             stream=stream,
             image_inputs=self.policy.image_inputs,
+            scores=self.policy.scores,
         )
 
     def adapted(self) -> AbstractContextManager[None]:

@@ -338,11 +338,20 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
         context=experiment.context,
         rows=config.rows,
         replays_routers=experiment.replays_routers,
+        new_head=_head_seed(experiment),
     )
     control = control_group(device, config.dist_timeout_s)
     nodes = control.gather_all(this_node()) if dist.get_backend() != "fake" else []  # a rehearsal's
     peak = peak_flops(device, compute_dtype(experiment.model))
     return Base(policy, source, device, peak, control, SlowRanks(device, nodes))
+
+
+def _head_seed(experiment: Experiment) -> int | None:
+    """Return the seed of a reward model's new head; under an adapter one for all runs: no checkpoint holds what it
+    adapts."""
+    if not experiment.trains_reward_model:
+        return None
+    return experiment.seed if experiment.model.lora is None else 0
 
 
 def build_trainer(

@@ -176,6 +176,7 @@ def test_every_code_is_provoked() -> None:
         "PH128",
         "PH129",
         "PH130",
+        "PH131",
         "PH201",
         "PH214",
         "PH224",

@@ -24,7 +24,7 @@ KINDS = {
     (
         "model_rules",
         EVERY,
-    ): "tensor_parallel pipeline context context_of_others known tokenizer engines adapters layout router_dtype",
+    ): "tensor_parallel pipeline context context_of_others known tokenizer engines adapters scores layout router_dtype",
     ("model_rules", TRAINING): "precision trainer_memory weights families router_replay",
     ("model_rules", "sft"): "vocabulary",
     ("vision_rules", TRAINING): "model layout",

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from prime_hpc.config import ConfigError, Experiment  # noqa: E402
 from prime_hpc.config.memory_keys import advice, remedies  # noqa: E402
+from prime_hpc.config.sections.sft import PreferenceConfig  # noqa: E402
 from prime_hpc.config.shapes import SHAPES, shape_config  # noqa: E402
 from prime_hpc.launch.estimate.model_facts import GIB, model_facts  # noqa: E402
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib  # noqa: E402
@@ -145,6 +146,16 @@ def test_thousands_of_ranks(tmp_path):
     trainer = {"num_ranks": 4096, "no_sync": False, "parallel": {"dp_replicate": 8, "tp": 2, "cp": 2}}
     found = rehearse(experiment(tmp_path, trainer=trainer, device="cpu"), tmp_path)
     assert found["world_size"] == 4096 and 0 < found["by_kind"]["weights"] < 4 * found["num_params"] / 32
+
+
+def test_a_reward_model_has_a_row_for_a_head(tmp_path):
+    run = experiment(tmp_path, "Qwen3-8B", kind="sft", model={"lora": {}})
+    facts = model_facts(json.loads((tmp_path / "config.json").read_text()))
+    assert facts is not None and facts.num_params is not None and not facts.tied
+    scores = run.sft.model_copy(update={"preference": PreferenceConfig(type="bradley_terry")})
+    found = rehearse(run.model_copy(update={"sft": scores}), tmp_path)
+    head = facts.vocab_size * facts.hidden
+    assert found["num_params"] == pytest.approx(facts.num_params - head, abs=head / 100)
 
 
 @pytest.mark.exhaustive

@@ -14,6 +14,8 @@ SIDES = ("chosen", "rejected")
 """The two replies of a row of preferences, in the order of its sequences."""
 COLUMNS = ("messages", "prompt", "completion", "system", "tools", "images", "text", *SIDES, *TOKEN_COLUMNS)
 """The parts that a row may hold, by the product's names."""
+MARGIN = "margin"
+"""Of a row of preferences for a reward model: by how much its chosen side should score higher."""
 IMAGE_PARTS = ("image", "image_url")
 """Values of `type` of a message's content parts that are images."""
 
@@ -36,9 +38,10 @@ class SFTSourceConfig(Section):
     """`name`, or a directory that `datasets` saved: which of its splits."""
     columns: dict[str, str] = {}
     """The data's own names of the columns `messages`, `prompt`, `completion`, `system`, `tools`, `images`, `text`,
-    `chosen`, `rejected`, `input_ids`, `loss_mask`, `labels`, `attention_mask`: `{prompt: question}`. A prompt in
-    `instruction` goes on in `input`, after `history` (Alpaca)."""
+    `chosen`, `rejected`, `margin`, `input_ids`, `loss_mask`, `labels`, `attention_mask`: `{prompt: question}`. A prompt
+    in `instruction` goes on in `input`, after `history` (Alpaca)."""
     _holds_pairs: bool = PrivateAttr(False)
+    _scores: bool = PrivateAttr(False)
 
     @field_validator("path", mode="before")
     @classmethod
@@ -51,9 +54,11 @@ class SFTSourceConfig(Section):
     @field_validator("columns")
     @classmethod
     def _known_columns(cls, value: dict[str, str]) -> dict[str, str]:
-        unknown = sorted(set(value) - set(COLUMNS))
+        unknown = sorted(set(value) - {*COLUMNS, MARGIN})
         if unknown:
-            raise ValueError(f"columns maps {', '.join(COLUMNS)} to the data's own names; it has {', '.join(unknown)}")
+            raise ValueError(
+                f"columns maps {', '.join((*COLUMNS, MARGIN))} to the data's own names; it has {', '.join(unknown)}"
+            )
         return value
 
     @model_validator(mode="after")
@@ -71,6 +76,11 @@ class SFTSourceConfig(Section):
     def holds_pairs(self) -> bool:
         """Tell whether rows are preferences (`sft.preference`)."""
         return self._holds_pairs
+
+    @property
+    def scores(self) -> bool:
+        """Tell whether a reward model reads the pairs: each side at its last token."""
+        return self._scores
 
     @property
     def paths(self) -> list[str]:
@@ -237,9 +247,10 @@ class PreferenceConfig(Section):
     """A loss on pairs of replies to one prompt, of which one was preferred. With r the sum of log pi - log pi_ref over
     a reply's tokens and d = r(chosen) - r(rejected), pi_ref being the weights that training begins with."""
 
-    type: Literal["dpo", "ipo", "hinge"] = "dpo"
+    type: Literal["dpo", "ipo", "hinge", "bradley_terry"] = "dpo"
     """`dpo`: - log sigmoid(beta d) (arXiv 2305.18290); `ipo`: (d - 1 / (2 beta))^2 (arXiv 2310.12036); `hinge`:
-    max(0, 1 - beta d) (arXiv 2305.10425)."""
+    max(0, 1 - beta d) (arXiv 2305.10425). `bradley_terry` trains a reward model: r is what a scalar head, in the place
+    of the language model's, gives the last token, and the loss is - log sigmoid(d) (arXiv 2203.02155)."""
     beta: float = Field(0.1, gt=0, allow_inf_nan=False)
     """The weight of d: the smaller, the farther the policy may go from the reference."""
     reference: bool = True
@@ -247,11 +258,37 @@ class PreferenceConfig(Section):
     length_normalized: bool = False
     """r is the mean over a reply's tokens instead of the sum: Tulu 3's `dpo_norm`; without `reference` SimPO."""
     margin: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """`dpo`: taken from beta d, what a pair must differ by (SimPO's gamma, arXiv 2405.14734)."""
+    """`dpo`, `bradley_terry`: taken from beta d, what a pair must differ by (SimPO's gamma, arXiv 2405.14734); a row of
+    `bradley_terry` may have a `margin` of its own besides (arXiv 2307.09288)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """`dpo`: the share of pairs that are taken to be labelled the wrong way round (cDPO)."""
+    """`dpo`, `bradley_terry`: the share of pairs that are taken to be labelled the wrong way round (cDPO)."""
     nll_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the chosen reply's mean negative log-likelihood beside the loss (RPO, arXiv 2404.19733)."""
+    centering_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """`bradley_terry`: weight of (r(chosen) + r(rejected))^2, which keeps rewards about 0 (arXiv 2312.09244)."""
+
+    @property
+    def scores(self) -> bool:
+        """Tell whether r is a reward model's score."""
+        return self.type == "bradley_terry"
+
+    @property
+    def compares(self) -> bool:
+        """Tell whether r is compared with the starting weights'."""
+        return self.reference and not self.scores
+
+    @property
+    def scale(self) -> float:
+        """The weight of d."""
+        return 1.0 if self.scores else self.beta
+
+    @model_validator(mode="after")
+    def _scores_are_no_logprobs(self) -> "PreferenceConfig":
+        of_logprobs = ("beta", "reference", "length_normalized", "nll_weight") if self.scores else ()
+        for name in of_logprobs:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is of log-probabilities, and bradley_terry compares scores: leave it out")
+        return self
 
 
 class SFTConfig(Section):
@@ -295,6 +332,7 @@ class SFTConfig(Section):
     def _rows_are_of_one_kind(self) -> "SFTConfig":
         for source in (self.data, *self.eval_sets.values()):
             source._holds_pairs = self.preference is not None
+            source._scores = self.preference is not None and self.preference.scores
         if self.preference is None:
             return self
         if self.data.split_turns:

@@ -1,5 +1,7 @@
 """Memory of one trainer GPU: an estimate, for the decision whether a run fits at all: a sum whose terms are named."""
 
+from dataclasses import replace
+
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
@@ -48,6 +50,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     one chunk, and the head's gradient while chunks add to it. `scores`: of attention, for families that keep all of
     them. `images`: with `model.vision` all that what sees images takes. `context`: CUDA and NCCL.
     """
+    facts = _as_trained(experiment, facts)
     if facts.num_params is None:
         return None
     vision, num_params = experiment.model.vision, facts.trained_params(None) or 0
@@ -98,6 +101,13 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
 
 
+def _as_trained(experiment: Experiment, facts: ModelFacts) -> ModelFacts:
+    """Return the facts of the model that trains: a reward model's head is a row."""
+    if not experiment.trains_reward_model or facts.tied or facts.num_params is None:
+        return facts
+    return replace(facts, tied=True, num_params=facts.num_params - facts.vocab_size * facts.hidden)
+
+
 def _head_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, *, trained: bool) -> float:
     """Bytes beside the hidden states while log-probabilities, or their gradients, are computed.
 
@@ -105,6 +115,8 @@ def _head_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, *, train
     one chunk's logits in float32 and, in a half-precision type, the product that they come of and the last chunk's
     gradient. More chunks than one add up the head's own gradient in float32, each through a product of its size.
     """
+    if experiment.trains_reward_model:
+        return 0.0
     width, vocab = WIDTH[experiment.model.dtype], facts.vocab_size / experiment.trainer.parallel_dims.tp
     chunk = min(max(experiment.trainer.logits_chunk_tokens, int(SMALL_LOGITS / vocab)), tokens)
     half, head = (0 if width == 4 else width), vocab * facts.hidden
@@ -135,6 +147,7 @@ def _score_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, kept_la
 
 def whole_gradient_bytes(experiment: Experiment, facts: ModelFacts) -> float | None:
     """Bytes of one rank's whole gradients in float32, before FSDP scatters them; None where they cannot be counted."""
+    facts = _as_trained(experiment, facts)
     if facts.num_params is None:
         return None
     if experiment.model.lora is not None:

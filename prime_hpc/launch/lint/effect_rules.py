@@ -75,8 +75,13 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
     ):
         yield name, False, "kind = rl (SFT has a loss and data of its own: sft.data)"
     preference = experiment.sft.preference
-    for name in ("margin", "label_smoothing"):
-        yield f"sft.preference.{name}", preference is None or preference.type == "dpo", "sft.preference.type = dpo"
+    for name, types in (
+        ("margin", ("dpo", "bradley_terry")),
+        ("label_smoothing", ("dpo", "bradley_terry")),
+        ("centering_weight", ("bradley_terry",)),
+    ):
+        is_read = preference is None or preference.type in types
+        yield f"sft.preference.{name}", is_read, f"sft.preference.type = {' or '.join(types)}"
     yield f"{key}.path", data.type != "fake", "sft.data.type other than fake"
     yield f"{key}.name", data.type != "fake", "sft.data.type other than fake"
     yield f"{key}.type", data.name is None or data.type not in ("jsonl", "parquet"), "sft.data.path: name is the hub's"

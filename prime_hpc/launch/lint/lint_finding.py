@@ -53,6 +53,7 @@ CODES = {
     "PH128": "tokens that the model has no embedding of",
     "PH129": "images",
     "PH130": "a model without a tokenizer",
+    "PH131": "reward models and models that reply",
     "PH201": "group baseline of one rollout",
     "PH202": "batch smaller than the ranks",
     "PH203": "orchestrator concurrency",

@@ -8,7 +8,14 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import MODELS, sampling_role
 from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_of, rotary_problem
-from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models, trained_names
+from prime_hpc.launch.checks import (
+    adapter_problems,
+    left_whole,
+    read_vocabulary,
+    reward_models,
+    trained_models,
+    trained_names,
+)
 from prime_hpc.launch.estimate.engine_memory import engine_memory, vocab_fits
 from prime_hpc.launch.estimate.model_facts import ModelFacts
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib
@@ -264,6 +271,13 @@ def adapters(subject: Subject) -> Iterator[Finding]:
             f"the usual targets miss {', '.join(missed)} of {subject.experiment.model.name}: these get no adapter",
             "name them too, if they should",
         )
+
+
+@rule(*EVERY, pods=True)
+def scores(subject: Subject) -> Iterator[Finding]:
+    """Reward models where replies are needed, and judges of the other kind than their runner."""
+    for problem in reward_models(subject.experiment):
+        yield Finding.error("PH131", problem.key, problem.message, "")
 
 
 @rule(*TRAINING, pods=True)

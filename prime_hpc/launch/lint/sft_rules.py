@@ -116,7 +116,8 @@ def rate(subject: Subject) -> Iterator[Finding]:
     default, lr = OptimConfig().lr, subject.experiment.trainer.optim.lr
     if lr != default or subject.experiment.sft.data.type == "fake":
         return
-    if subject.experiment.sft.preference is not None:
+    preference = subject.experiment.sft.preference
+    if preference is not None and not preference.scores:
         return  # the default is a rate for pairs as well
     usual = "1e-4" if subject.experiment.model.lora is not None else "1e-5 to 2e-5"
     yield Finding.warning(

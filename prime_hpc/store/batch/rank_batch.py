@@ -134,7 +134,7 @@ class RankBatch:
         default=None, metadata=_spec("sequence", np.float64, absent=0)
     )
     """[S] sum of the log-probabilities of the sequence's targets under the weights that training began with, of pairs
-    of preferences; absent: they are not compared."""
+    of preferences; absent: they are not compared. Of a reward model's pairs: `SFTSample.margin` of the chosen side."""
     routed: npt.NDArray[np.uint16] | npt.NDArray[np.uint8] | None = field(
         default=None, metadata=_spec("token", np.uint16, trailing=2, narrow=np.uint8)
     )

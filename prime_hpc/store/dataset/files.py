@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from prime_hpc.config.sections.sft import COLUMNS, SIDES, TOKEN_COLUMNS, SFTSourceConfig
+from prime_hpc.config.sections.sft import COLUMNS, MARGIN, SIDES, TOKEN_COLUMNS, SFTSourceConfig
 from prime_hpc.store.dataset.media_columns import ParquetMedia
 from prime_hpc.store.io.tree import list_tree
 from prime_hpc.store.manifest import MANIFEST
@@ -197,6 +197,7 @@ def used_columns(names: Sequence[str], source: SFTSourceConfig, images: bool) ->
     columns = ("text",) if is_plain else [column for column in COLUMNS if column not in left_out]
     used = {source.columns.get(column, column) for column in columns}
     used |= {INPUT, HISTORY} if INSTRUCTION in used else set()
+    used |= {source.columns.get(MARGIN, MARGIN)} if source.scores else set()
     return used | set(ASKED) if source.holds_pairs else used
 
 

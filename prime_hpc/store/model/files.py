@@ -200,12 +200,18 @@ def other_vocabulary(folder: Path, tensors: Mapping[str, StoredTensor]) -> str |
     return None
 
 
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json is that of a model that scores what it reads, such as a reward model."""
+    return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+
+
 def without_head(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
     """Say where config.json states an output head of its own, and the weights, tied ones, hold none; else None. vLLM
     serves such a model, from a head of whatever was in memory."""
     config = read_config(folder)
     table = next((name for name in tensors if name.endswith(_TOKEN_TABLES[0])), None)
     stated = config.get("tie_word_embeddings") is False and "text_config" not in config  # two may say two things
+    stated = stated and not is_classifier(config)
     if table is None or not stated or any(_HEAD.search(name) for name in tensors):
         return None
     return (

@@ -153,3 +153,10 @@ def _write(note: Path, chosen: type) -> None:
         with contextlib.suppress(OSError):
             make_private_dir(note.parent)
             write_atomic(note, text, sync=False, mode=0o600)
+
+
+def pad_of(tokenizer: Any) -> int | None:
+    """Return the token by which transformers is to know what is padding behind a text: the tokenizer's own, else one
+    that ends no text."""
+    ids = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return next((i for i in ids if i is not None), None)

@@ -137,6 +137,7 @@ def make_micro_batch(
     pads: bool = True,
     stream: Any = None,
     image_inputs: ImageInputs | None = None,
+    scores: bool = False,
 ) -> MicroBatch:
     """Return the `index`-th micro-batch of a rank batch as tensors.
 
@@ -153,6 +154,7 @@ def make_micro_batch(
         pads: plan how sequences are padded into buckets, for the kernel that needs it.
         stream: CUDA stream of the copy to the device; None: the current one.
         image_inputs: how the model takes images (ImageError: it cannot be shown one); None: it takes none.
+        scores: read the model at the targets themselves, which a reward model scores, not at the tokens before them.
     """
     part, tokens = batch.micro_batch(index), batch.tokens_of(index)
     lengths, ids, mask, ce = np.diff(part.seq_offsets), part.token_ids.astype(np.int64), part.loss_mask, part.ce_weights
@@ -163,7 +165,7 @@ def make_micro_batch(
     targets, num_sequences = ids[at], len(lengths)
     truncation = _truncation(part, sequence, mask[at])
     rows = lay_out(
-        *(ids, positions, at - 1, lengths, part.group_ids, parallel),
+        *(ids, positions, at if scores else at - 1, lengths, part.group_ids, parallel),
         share_prefixes=share_prefixes,
         single_rows=single_rows,
         keys=token_keys(ids, part.routed, part.images),
@@ -440,3 +442,10 @@ def fake_batch(config: FakeDataConfig, vocab_size: int, seed: int, step: int, ra
     per_rank = -(-len(groups) // world_size)
     own = groups[rank::world_size]
     return build_rank_batch(own + [[]] * (per_rank - len(own)), ids, masks, advantages)
+
+
+def as_pairs(batch: RankBatch, *, scores: bool) -> RankBatch:
+    """Return random samples as the two sides of pairs. `scores`: a reward model's, each read at its last token."""
+    batch = replace(batch, reference_sums=np.zeros(batch.num_sequences))
+    last = np.isin(np.arange(batch.num_tokens), batch.seq_offsets[1:] - 1)
+    return replace(batch, loss_mask=last) if scores else batch

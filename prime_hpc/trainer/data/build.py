@@ -8,7 +8,6 @@ data.close()
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.observe.report import left_out
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.dataset.files import find_data
-from prime_hpc.trainer.batching.micro_batches import fake_batch
+from prime_hpc.trainer.batching.micro_batches import as_pairs, fake_batch
 from prime_hpc.trainer.data.epochs import count_steps, last_row_of, lengths_of
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
@@ -77,7 +76,7 @@ class FakeData:
         )
         self._position += self._shape.batch_size
         if self._sides > 1:
-            batch = replace(batch, reference_sums=np.zeros(batch.num_sequences))
+            batch = as_pairs(batch, scores=trainer.experiment.trains_reward_model)
         return batch, {"num_samples": self._position}
 
     def close(self) -> None:
@@ -116,7 +115,7 @@ class RealData:
         self._stream = self._new_stream(self._new_order(), last_row)
         self._sums: NDArray[np.float64] | None = None
         preference = experiment.sft.preference
-        self.compares = preference is not None and preference.reference
+        self.compares = preference is not None and preference.compares
         """Whether batches must carry the starting weights' log-probabilities, see `references`."""
         self._prefetcher: Prefetcher | None = None
         self.figures: dict[str, float] = {}

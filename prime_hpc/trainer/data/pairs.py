@@ -7,9 +7,10 @@ All else is as in rows of `prompt` and `completion` (`messages.py`).
 """
 
 import json
+import math
 from typing import Any
 
-from prime_hpc.config.sections.sft import SIDES, SFTDataConfig, SFTSourceConfig
+from prime_hpc.config.sections.sft import MARGIN, SIDES, SFTDataConfig, SFTSourceConfig
 from prime_hpc.store.dataset.files import ASKED, has_columns, missing_columns
 from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, conversation_of
 
@@ -65,6 +66,18 @@ def parse_pair(
         except SFTDataError as error:
             raise SFTDataError(f"`{name}`: {error}") from error
     return parsed[0], parsed[1]
+
+
+def margin_of(row: dict[str, Any], source: SFTSourceConfig) -> float:
+    """Return by how much a row's chosen side should score higher; 0: it does not say.
+    Raises SFTDataError: that is no number."""
+    name = source.columns.get(MARGIN, MARGIN)
+    value = row.get(name)
+    if value is None:
+        return 0.0
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise SFTDataError(f"expected `{name}` as a number, got {value!r:.120}")
+    return float(value)
 
 
 def _value(value: Any, name: str) -> Any:

@@ -1,7 +1,7 @@
 """One row to its token-exact samples: parse, render, tokenise, cut to length."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from prime_hpc.observe.report import left_out
 from prime_hpc.store.dataset.token_rows import TokenRow
 from prime_hpc.trainer.data.images import EncodedImage
 from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, parse_row
-from prime_hpc.trainer.data.pairs import parse_pair
+from prime_hpc.trainer.data.pairs import margin_of, parse_pair
 from prime_hpc.trainer.data.template import ChatTokenizer
 
 
@@ -31,16 +31,18 @@ class SFTSample:
     """The encoded images, in the order of their numbers."""
     split: int = 0
     """Of a pair the number of tokens of its first side; 0: it is one sequence."""
+    margin: float = 0.0
+    """Of a pair for a reward model: by how much the first side should score higher."""
 
     @classmethod
-    def pair(cls, sides: "Sequence[SFTSample]") -> "SFTSample":
+    def pair(cls, sides: "Sequence[SFTSample]", margin: float = 0.0) -> "SFTSample":
         """Return two sequences as one sample, which goes to one micro-batch."""
         ids, masks = ([getattr(side, name) for side in sides] for name in ("token_ids", "loss_mask"))
         images = [np.zeros(len(side.token_ids), np.int32) if side.images is None else side.images for side in sides]
         images[1] = np.where(images[1] > 0, images[1] + len(sides[0].image_data), 0).astype(np.int32)
         data = sides[0].image_data + sides[1].image_data
         numbers = np.concatenate(images) if data else None
-        return cls(np.concatenate(ids), np.concatenate(masks), numbers, data, split=len(ids[0]))
+        return cls(np.concatenate(ids), np.concatenate(masks), numbers, data, split=len(ids[0]), margin=margin)
 
     def sides(self) -> "list[SFTSample]":
         """Return the sequences that it is made of."""
@@ -181,7 +183,19 @@ class RowTokenizer:
             if not total.truncated:
                 raise SFTDataError(f"both sides are the same tokens: {self._tokenizer.name} shows no difference")
             return RowResult([], RowCounts(rows=1, truncated=1, untrained=1))
-        return RowResult([SFTSample.pair(sides)], total)
+        if not self._source.scores:
+            return RowResult([SFTSample.pair(sides)], total)
+        return RowResult([SFTSample.pair(list(map(self._scored, sides)), margin_of(row, self._source))], total)
+
+    def _scored(self, side: SFTSample) -> SFTSample:
+        """Return a side that is read at its last token. Raises SFTDataError: transformers takes it for padding."""
+        last = int(side.token_ids[-1])
+        if last == self._tokenizer.score_pad:
+            raise SFTDataError(
+                f"a side ends with the tokenizer's padding token {self._tokenizer.decode([last])!r}, behind which "
+                "transformers looks for no score: state another pad_token in tokenizer_config.json of the model"
+            )
+        return replace(side, loss_mask=np.arange(len(side.token_ids)) == len(side.token_ids) - 1)
 
     def _made(self, parsed: Conversation | PlainText | TokenRow, folder: Path | None) -> RowResult:
         """Return the samples of a row, or of one side of a pair."""

@@ -241,6 +241,7 @@ class ArrowRows:
         self._path = path
         also = [*(["images"] if images else []), *([HISTORY] if INSTRUCTION in source.columns.values() else [])]
         also += ["pairs"] if source.holds_pairs else []
+        also += ["margin"] if source.scores else []
         key = _ARROW_ROWS, COLUMNS, sorted(source.columns.items()), *also
         target = _cached(cache, path, *key).with_suffix(".arrow")
         if not target.exists():

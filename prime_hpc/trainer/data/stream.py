@@ -86,6 +86,8 @@ class _Row:
     """Bytes of each sample on its way to the rank that trains it."""
     splits: list[int]
     """Tokens of the first side of each sample, see `SFTSample.split`."""
+    margins: list[float]
+    """See `SFTSample.margin`."""
     before: RowCounts
     """Of the rows without samples between the last one that has any and this one."""
     counts: RowCounts
@@ -273,19 +275,22 @@ class SampleStream:
         for place, result in zip(own, results, strict=True):
             if result.samples:
                 self._held[place] = result.samples
+        measured = [[(len(s.token_ids), s.num_bytes, s.split, s.margin) for s in made.samples] for made in results]
         told = [
-            (index, [(len(s.token_ids), s.num_bytes, s.split) for s in result.samples], result.counts, result.error)
-            for index, result in zip(indices, results, strict=True)
+            (index, measures, result.counts, result.error)
+            for index, measures, result in zip(indices, measured, results, strict=True)
         ]
         gathered = self._ranks.gather_all(told)
         for place in range(self._next_row, stop):
             holder, turn = (place - self._next_row) % size, (place - self._next_row) // size
             index, measures, counts, error = gathered[holder][turn]
-            lengths, sizes, splits = ([measure[i] for measure in measures] for i in range(3))
-            if not lengths and error is None:
+            if not measures and error is None:
                 self._barren, self._num_barren = self._barren + counts, self._num_barren + 1
                 continue
-            self._waiting.append(_Row(place, index, lengths, sizes, splits, self._barren, counts, error, holder))
+            lengths, sizes, splits = ([int(measure[i]) for measure in measures] for i in range(3))
+            margins = [measure[3] for measure in measures]
+            row = _Row(place, index, lengths, sizes, splits, margins, self._barren, counts, error, holder)
+            self._waiting.append(row)
             self._barren, self._num_barren = RowCounts(), 0
         self._next_row = stop
         lengths = [n for row in self._waiting for n in row.lengths]
@@ -364,6 +369,10 @@ class SampleStream:
         ranked = build_rank_batch(of_micros, ids, masks, images=images)
         numbered = np.array(rows, dtype=np.int64)
         ranked = replace(ranked, sample_ids=numbered, group_ids=numbered.copy())
+        margins = [self._waiting[row].margins[sub] for row, sub in chosen]
+        if any(margins):
+            own = [above for micro in micros for sample in micro for above in (margins[sample], 0.0)]
+            ranked = replace(ranked, reference_sums=np.array(own))
         splits = [self._waiting[row].splits[sub] for row, sub in chosen]
         sides = [n for length, split in zip(lengths.tolist(), splits, strict=True) for n in (split, length - split)]
         total, padded = int(lengths.sum()), sum(self._padded(n) for n in sides)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from prime_hpc.store.model.tokenizer import pad_of
 from prime_hpc.trainer.data.images import ImageTokens
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, Message, PlainText, SFTDataError
 from prime_hpc.trainer.data.sources import fingerprint_of
@@ -72,6 +73,11 @@ class ChatTokenizer:
         `vocab_size`: of the model, which may lack a token that was added for padding."""
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         return next(i for i in ids if i is not None and i < vocab_size)
+
+    @property
+    def score_pad(self) -> int | None:
+        """The token that a published reward model takes for padding."""
+        return pad_of(self._tokenizer)
 
     @property
     def looks(self) -> int:

@@ -40,7 +40,8 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
-    """Freeze a model and give its target modules a place for an adapter. Works on empty (meta) models.
+    """Freeze a model and give its target modules a place for an adapter, and a reward model's head. Works on empty
+    (meta) models.
 
     Args:
         hf: the unsharded model; changed in place, parameter names stay.
@@ -57,15 +58,17 @@ def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
         for name, m in hf.named_modules()
         if isinstance(m, nn.Linear) and _is_plain(type(m)) and ".visual." not in name  # engines adapt text alone
     }
-    chosen = select_modules(config, list(linears))
-    tables = {id(hf.get_input_embeddings().weight), id(hf.get_output_embeddings().weight)}
+    head = hf.get_output_embeddings()
+    scores = [name for name, m in linears.items() if m is head and m.out_features == 1]  # a reward model's
+    chosen = list(dict.fromkeys([*select_modules(config, list(linears)), *scores]))
+    tables = {id(hf.get_input_embeddings().weight), id(head.weight)}
     for name in chosen:
         linear = linears[name]
-        if id(linear.weight) in tables:
+        if id(linear.weight) in tables and name not in scores:
             raise ValueError(
                 f"model.lora.target_modules: {name} is a token table, whose weight the loss uses directly; leave it out"
             )
-        if config.rank > min(linear.in_features, linear.out_features):
+        if config.rank > min(linear.in_features, linear.out_features) and name not in scores:
             raise ValueError(
                 f"model.lora.rank ({config.rank}) exceeds {name}, which is {linear.out_features} x "
                 f"{linear.in_features}: lower the rank or leave the module out"

@@ -156,6 +156,11 @@ class Adapters:
             for p, w in zip(self._pieces, wholes, strict=True)
         }
 
+    def matrices(self, slot: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return of each module of a slot scale B and A, whole."""
+        wholes, scale = self._gather(slot), self._configs[slot].scale
+        return {name: (scale * b, a) for name, a, b in zip(self._linears, wholes[::2], wholes[1::2], strict=True)}
+
     @contextlib.contextmanager
     def use(self, slot: int) -> Iterator[None]:
         """Forward and backward passes in here go through this slot; at the end its parameters' `.grad` are the sums of

@@ -4,6 +4,7 @@ The model is built without memory (meta device), sharded, and every rank reads o
 safetensors (`hf_checkpoint.py`), whatever names and forms they have there (`conversions.py`).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from prime_hpc.runtime.failures import NodeError
 from prime_hpc.store.model.files import StoredTensor, other_vocabulary, quantised, stored_tensors, without_head
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.lora import Adapters, add_lora
+from prime_hpc.trainer.model import score_head
 from prime_hpc.trainer.model.conversions import WeightMap, map_weights
 from prime_hpc.trainer.model.hf_checkpoint import check_tied, read_tensors
 from prime_hpc.trainer.model.policy import Policy
@@ -61,7 +63,7 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
-def _stored_weights(source: Path) -> dict[str, StoredTensor]:
+def _stored_weights(source: Path) -> Mapping[str, StoredTensor]:
     """Return the tensors of a checkpoint; raises a ValueError for those that would load as noise, or not at all."""
     stored = stored_tensors(source)
     if not stored:
@@ -72,11 +74,16 @@ def _stored_weights(source: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
+def _build_empty(source: Path, config: ModelConfig, *, scores: bool = False) -> tuple[Any, Family]:
     """Return the model's modules without memory for parameters, buffers (rotary frequencies) are real; how it
     trains."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     try:
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
@@ -90,9 +97,12 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
         raise ValueError(problem)
     # Images attend within themselves, by no kernel that knows samples.
     kinds = {"text_config": "eager" if family.custom_attention else attention.register(), "vision_config": "sdpa"}
+    kind: Any = AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText
+    if scores:
+        kind, hf_config = AutoModelForSequenceClassification, score_head.config_of(hf_config)
     try:
         with init_empty_weights(include_buffers=False):
-            hf = (AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText).from_config(
+            hf = kind.from_config(
                 hf_config,
                 dtype=torch.float32,
                 attn_implementation=kinds if config.vision is not None else kinds["text_config"],
@@ -104,15 +114,30 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
     return hf, family
 
 
+def _open(
+    source: Path, config: ModelConfig, *, scores: bool
+) -> tuple[Mapping[str, StoredTensor], Any, Family, dict[str, Any] | None]:
+    """Return a checkpoint's tensors, the empty model of them, how it trains, and its `Policy.reward_config`."""
+    stored = _stored_weights(source)
+    hf, family = _build_empty(source, config, scores=scores)
+    if not scores:
+        return stored, hf, family, None
+    stated = score_head.stated(hf, source, trust_remote_code=config.trust_remote_code)
+    return score_head.stored_with_score(stored, hf, source), hf, family, stated
+
+
 def _says(source: Path, error: Exception) -> str:
     return f"no model can be built from {source / 'config.json'} ({type(error).__name__}: {error})"
 
 
 @torch.no_grad()
-def _load_shards(policy: Policy, weights: WeightMap, device: torch.device) -> None:
-    """Give the empty, sharded parameters memory and read every rank's rows."""
+def _load_shards(policy: Policy, weights: WeightMap, device: torch.device, new_head: int | None) -> None:
+    """Give the empty, sharded parameters memory and read every rank's rows. `new_head`: see `load_policy`."""
     policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    read_tensors({name: tensor.detach() for name, tensor in policy.named_weights()}, weights)
+    tensors = {name: tensor.detach() for name, tensor in policy.named_weights()}
+    if new_head is not None and score_head.is_new(weights.stored):
+        score_head.begin(tensors.pop(score_head.SCORE), policy.hf.config, new_head)
+    read_tensors(tensors, weights)
 
 
 def _announce(policy: Policy, config: ModelConfig, notes: list[str]) -> None:
@@ -137,6 +162,7 @@ def load_policy(
     context: int | None = None,
     rows: Literal["auto", "packed", "single"] = "auto",
     replays_routers: bool = False,
+    new_head: int | None = None,
 ) -> Policy:
     """Build, shard, load and test the policy. Collective.
 
@@ -148,6 +174,8 @@ def load_policy(
         context: tokens that the engines are made for, see `rotary`; None: the model's own limit.
         rows: how samples lie, see `trainer.rows`.
         replays_routers: send tokens to the experts that micro-batches name.
+        new_head: make a reward model of it: in the place of the language model's head a scalar one (`score_head`),
+            drawn from this seed where the checkpoint has none.
 
     Raises:
         ValueError: no config, no weights, wrong shapes, quantised weights, a dtype or attention that cannot run here, a
@@ -159,8 +187,7 @@ def load_policy(
     if config.fp8:
         check_device(device)
     try:
-        stored = _stored_weights(source)
-        hf, family = _build_empty(source, config)
+        stored, hf, family, reward_config = _open(source, config, scores=new_head is not None)
         weights = map_weights(hf, stored)
         check_tied(weights)
         pinned = pin_rotary(hf, context)
@@ -175,7 +202,7 @@ def load_policy(
     if single_rows and parallel.cp is not None:
         raise ValueError(f"trainer.parallel.cp: {config.name} trains one sample a row ({why}); set it to 1")
     policy = Policy(hf, config.attn, chunk_tokens, parallel, single_rows=single_rows)
-    policy.weights = weights
+    policy.weights, policy.reward_config = weights, reward_config
     policy.image_inputs, policy.trains_vision = image_inputs, config.vision == "trained"
     policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
     if config.lora is not None:
@@ -188,7 +215,7 @@ def load_policy(
     policy.pads_rows = kernel is attention.padded_attention
     policy.exact_logits, policy.fused_head = config.head_dtype == "float32", config.fused_head
     policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)
-    _load_shards(policy, weights, device)
+    _load_shards(policy, weights, device, new_head)
     if config.lora is not None:
         everyone = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("adapters",))
         policy.adapters = Adapters(policy.hf, config.lora, num_slots, everyone, device)

@@ -16,6 +16,7 @@ from prime_hpc.moe import replay
 from prime_hpc.trainer.batching.image_inputs import ImageInputs
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.lora import Adapters
+from prime_hpc.trainer.model import score_head
 from prime_hpc.trainer.model.conversions import WeightMap
 from prime_hpc.trainer.model.vision import forward_with_images, nothing_of_images
 from prime_hpc.trainer.ops import attention
@@ -49,6 +50,9 @@ class Policy(nn.Module):
     weights: WeightMap | None = None
     """Sources of its tensors in the checkpoint that they come from, and how they are published."""
 
+    reward_config: dict[str, Any] | None = None
+    """Of a reward model (`score_head`): what config.json says of its head."""
+
     def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel, *, single_rows: bool = False) -> None:
         super().__init__()
         self.hf = hf
@@ -66,8 +70,14 @@ class Policy(nn.Module):
         divisor = getattr(config, "logits_scaling", None) or 1.0
         self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(divisor)
 
+    @property
+    def scores(self) -> bool:
+        """True of a reward model: it answers with the scores of tokens, which a scalar head gives."""
+        return self.reward_config is not None
+
     def forward(self, batch: MicroBatch, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities (float32 `[N]`) and entropies (`[N]` or `[0]`) of the N targets of one packed row."""
+        """Log-probabilities (float32 `[N]`) and entropies (`[N]` or `[0]`) of the N targets of one packed row; of a
+        reward model the scores of the tokens that `target_index` names."""
         # Llama 4 names it differently
         body = self.hf.base_model if self.hf.base_model is not self.hf else self.hf.model
         if batch.images is None:
@@ -80,21 +90,25 @@ class Policy(nn.Module):
         if self.trains_vision and self.image_inputs is not None and batch.images is None:
             hidden = hidden + nothing_of_images(body, self.image_inputs, hidden.device).to(hidden.dtype)
         hidden = hidden.to(weight.dtype)  # some state-space models return float32, whatever they compute in
-        logprobs, entropy = token_logprobs(
-            hidden,
-            weight,
-            batch.targets[batch.own],
-            batch.temperatures[batch.own],
-            bias=local(head.bias),
-            logit_scale=self._logit_scale,
-            softcap=self._softcap,
-            chunk_tokens=self._chunk_tokens,
-            with_entropy=with_entropy,
-            truncation=_truncation(batch),
-            exact=self.exact_logits,
-            fused=self.fused_head,
-            shard=None if tp is None else VocabShard(tp, tp.get_local_rank() * weight.shape[0]),
-        )
+        if self.scores:  # in float32, as vLLM's pooling heads compute
+            logprobs = hidden.float() @ score_head.weight_of(head)
+            entropy = logprobs.new_zeros(0)
+        else:
+            logprobs, entropy = token_logprobs(
+                hidden,
+                weight,
+                batch.targets[batch.own],
+                batch.temperatures[batch.own],
+                bias=local(head.bias),
+                logit_scale=self._logit_scale,
+                softcap=self._softcap,
+                chunk_tokens=self._chunk_tokens,
+                with_entropy=with_entropy,
+                truncation=_truncation(batch),
+                exact=self.exact_logits,
+                fused=self.fused_head,
+                shard=None if tp is None else VocabShard(tp, tp.get_local_rank() * weight.shape[0]),
+            )
         if cp is None:
             return logprobs, entropy
         logprobs = gather_targets(logprobs, batch.own, batch.num_targets, cp)

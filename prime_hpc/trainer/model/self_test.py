@@ -193,6 +193,9 @@ class _Prober:
         try:
             for config in configs.values():
                 config._attn_implementation = "eager"
+            if self.policy.scores:  # its own forward pass reads the last token alone
+                states = hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                return hf.score(states)[0, :-1, 0].double()
             logits = hf(input_ids=ids, use_cache=False, **more).logits[0]
         finally:
             for key, config in configs.items():

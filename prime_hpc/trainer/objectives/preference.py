@@ -22,7 +22,7 @@ from prime_hpc.trainer.objectives.base import LossStats
 
 def _dpo(d: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
     """Arxiv 2305.18290, equation 7; with label smoothing the mean over both ways to label the pair."""
-    z, flipped = config.beta * d - config.margin, config.label_smoothing
+    z, flipped = config.scale * d - config.margin, config.label_smoothing
     return -(1 - flipped) * logsigmoid(z) - flipped * logsigmoid(-z)
 
 
@@ -40,6 +40,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, PreferenceConfig], torch.Tensor]] = {
     "dpo": _dpo,
     "ipo": _ipo,
     "hinge": _hinge,
+    "bradley_terry": _dpo,
 }
 """`sft.preference.type` -> the loss of pairs, float64[P], of their d."""
 
@@ -76,26 +77,31 @@ def preference_loss(
         sums = side_sums(micro, logprobs).requires_grad_()
         means = sums / lengths.clamp(min=1)
         ratios = sums
-        if config.reference:
+        if config.compares:
             assert micro.reference_sums is not None, "a batch of pairs has the reference's sums"
             ratios = sums - _of_pairs(micro.reference_sums)
         if config.length_normalized:
             ratios = ratios / lengths.clamp(min=1)
         chosen, rejected = ratios.unbind(1)
-        loss = (share * LOSSES[config.type](chosen - rejected, config)).sum()
+        d = chosen - rejected
+        if config.scores and micro.reference_sums is not None:  # the rows' own margins
+            d = d - _of_pairs(micro.reference_sums)[:, 0]
+        loss = (share * LOSSES[config.type](d, config)).sum()
+        if config.centering_weight:
+            loss = loss + config.centering_weight * (share * (chosen + rejected).square()).sum()
         if config.nll_weight:
             loss = loss - config.nll_weight * (share * means[:, 0]).sum()
         (slopes,) = torch.autograd.grad(loss, sums)
     of_tokens = slopes.view(-1).to(logprobs.dtype)[micro.sequence]
     stats = LossStats({}, {})
     shown = {
-        "rewards/chosen": config.beta * chosen,
-        "rewards/rejected": config.beta * rejected,
-        "rewards/margins": config.beta * (chosen - rejected),
+        "rewards/chosen": config.scale * chosen,
+        "rewards/rejected": config.scale * rejected,
+        "rewards/margins": config.scale * (chosen - rejected),
         "rewards/accuracies": (chosen > rejected).double(),
-        "logps/chosen": sums[:, 0],
-        "logps/rejected": sums[:, 1],
     }
+    if not config.scores:
+        shown |= {"logps/chosen": sums[:, 0], "logps/rejected": sums[:, 1]}
     if config.nll_weight:
         shown["nll"] = -means[:, 0]
     stats.totals |= {name: (share * values.detach()).sum() for name, values in shown.items()}

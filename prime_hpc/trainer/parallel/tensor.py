@@ -168,13 +168,15 @@ def _let_in(hf: Any, name: str, mesh: DeviceMesh) -> None:
 
 
 def _split_vocabulary(hf: Any, mesh: DeviceMesh) -> None:
-    """Embedding and output head by rows; tied ones stay tied."""
+    """Embedding and output head by rows; tied ones stay tied. A scalar head stays whole, as norms do."""
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
         raise ValueError(_refusal(hf, f"{type(embedding).__name__} and {type(head).__name__} are its token tables"))
     tied = head.weight is embedding.weight
     embedding.__class__ = VocabEmbedding
     rows = _split(embedding, "weight", mesh, 0)
+    if head.out_features == 1:
+        return
     if tied:
         head.weight = rows
     else:

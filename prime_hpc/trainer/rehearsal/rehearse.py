@@ -1,11 +1,9 @@
 """Two steps of the real trainer in the pretended world, and what they took."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.trainer.batching.micro_batches import fake_batch
+from prime_hpc.trainer.batching.micro_batches import as_pairs, fake_batch
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
@@ -89,7 +87,7 @@ def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTrac
     with pretended(tracker, fake, on_gpu=on_gpu, folder=folder, sees=sees):
         tracker.phase = "loading"
         base = load_base(experiment, CPU)
-        vocab = base.policy.hf.get_output_embeddings().weight.shape[0]
+        vocab = base.policy.hf.get_input_embeddings().weight.shape[0]
         tracker.vocab_sizes = (vocab, vocab // base.policy.parallel.dims.tp)
         with fake, tracker:
             with tracker.kind("weights"):
@@ -137,6 +135,6 @@ def full_batch(experiment: Experiment, policy: Policy, num_micro_batches: int) -
     shape = FakeDataConfig(batch_size=num_micro_batches * rows, seq_len=longest, micro_batch_size=rows)
     batch = fake_batch(shape, policy.hf.config.get_text_config().vocab_size, 0, 1, 0, 1)
     if sides > 1:
-        batch = replace(batch, reference_sums=np.zeros(batch.num_sequences))
+        batch = as_pairs(batch, scores=policy.scores)
     images = policy.image_inputs
     return images.show(batch, longest) if isinstance(images, PretendedImages) else batch

@@ -1,10 +1,11 @@
 """Publishing a weight version, all ranks at once, as an artifact that Hugging Face and vLLM load as it is.
 
-With `model.lora` a version is the adapter alone, see `lora_files.AdapterPublisher`. Else it is a safetensors file per
-rank, and every rank hands the rows that it holds of each tensor, with their places in these files, to the transport
-(`weight_transport.transport`); one whose parts lie on several nodes, or are no whole rows, comes to the rank whose file
-it stands in, which hands it over (`write_plan`, `gathering`). Then each rank seals what it wrote. Rank 0 adds the
-index, config.json and the tokenizer of the source model (`aux_files`) to a version that is whole, and commits.
+With `model.lora` a version is the adapter alone (of a reward model all, merged), see `lora_files.AdapterPublisher`.
+Else it is a safetensors file per rank, and every rank hands the rows that it holds of each tensor, with their places in
+these files, to the transport (`weight_transport.transport`); one whose parts lie on several nodes, or are no whole
+rows, comes to the rank whose file it stands in, which hands it over (`write_plan`, `gathering`). Then each rank seals
+what it wrote. Rank 0 adds the index, config.json and the tokenizer of the source model (`aux_files`) to a version that
+is whole, and commits.
 """
 
 import contextlib
@@ -29,7 +30,10 @@ from prime_hpc.store.io.room import takes
 from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.model.files import INDEX
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.lora import Adapters
+from prime_hpc.trainer.model.hf_checkpoint import local_box
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.slow_ranks import SlowRanks
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
@@ -84,8 +88,8 @@ def build_publisher(
     **names: Unpack[Names],
 ) -> VersionPublisher:
     """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
-    is."""
-    if policy.adapters is not None:
+    is. A reward model is published whole: engines take no adapter of its head."""
+    if policy.adapters is not None and not policy.scores:
         return AdapterPublisher(policy, source, paths, slot=slot, **names)
     return Publisher(
         policy, source, paths, dtype=dtype, weights=weights, is_kept=is_kept, slow_ranks=slow_ranks, **names
@@ -224,7 +228,8 @@ class Publisher:
 
     def blocks(self) -> Iterator[Block]:
         """Return what this rank writes. Collective: every rank takes all of its own."""
-        return self._plan.blocks(dict(self._policy.named_weights()))
+        tensors = dict(self._policy.named_weights())
+        return self._plan.blocks(tensors if self._policy.adapters is None else _merged(tensors, self._policy.adapters))
 
     def _written_files(self) -> list[WholeFile]:
         return [
@@ -258,6 +263,7 @@ class Publisher:
         config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
+        config |= self._policy.reward_config or {}
         found: dict[str, Content] = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
         if self._plan.is_indexed:
             found[INDEX] = json.dumps(self._plan.index(), indent=1).encode()
@@ -268,6 +274,17 @@ class Publisher:
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
         return found
+
+
+@torch.no_grad()
+def _merged(tensors: dict[str, torch.Tensor], adapters: Adapters) -> dict[str, torch.Tensor]:
+    """Return a model's (sharded) tensors with the adapter in them: W + scale B A, rounded once. Collective."""
+    for name, (b, a) in adapters.matrices(0).items():
+        weight = tensors[f"{name}.weight"]
+        rows, columns = (slice(*ends) for ends in local_box(weight))
+        tensors[f"{name}.weight"] = whole = torch.empty_like(weight)
+        local(whole).copy_(local(weight).float() + b[rows] @ a[:, columns])
+    return tensors
 
 
 class _LeftGathering(BaseException):

@@ -1,0 +1,82 @@
+"""The scalar head of a reward model: where it comes from, how it begins, what config.json says of it.
+
+transformers' `*ForSequenceClassification` of one label has `score.weight` [1, hidden] in the place of the language
+model's head, and reads it at the last token that is no padding; so does vLLM (`runner: pooling`).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prime_hpc.store.model.files import StoredTensor
+from prime_hpc.store.model.tokenizer import load_tokenizer, pad_of
+from prime_hpc.trainer.lora.linear import LoraLinear
+from prime_hpc.trainer.model.conversions import LM_HEAD
+from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
+from prime_hpc.trainer.parallel.tensor import local
+
+SCORE = "score.weight"
+_NOWHERE = "a new head"
+
+
+def config_of(hf_config: Any) -> Any:
+    """Return the config of the same model with one label. Raises ValueError: transformers has no such model, or none
+    whose head is `score`."""
+    from transformers import AutoModelForSequenceClassification
+
+    is_nested = hf_config.get_text_config() is not hf_config  # among what sees or hears: where would labels stand?
+    if is_nested or type(hf_config) not in AutoModelForSequenceClassification._model_mapping:
+        raise ValueError(
+            f"transformers has no {hf_config.model_type} of text alone with a head for labels "
+            "(AutoModelForSequenceClassification): there is no reward model of this family; begin with another one"
+        )
+    hf_config.num_labels = 1
+    return hf_config
+
+
+def stored_with_score(stored: Mapping[str, StoredTensor], hf: Any, source: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a reward model of what a language model's checkpoint holds: the language model's head is
+    left out, a scalar one is added; in a reward model's own there is one. Raises ValueError: its head is another."""
+    head = getattr(hf, "score", None)
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise ValueError(f"{type(hf).__name__} has no head `score` without a bias: no engine would serve it")
+    vars(hf)["get_output_embeddings"] = lambda: hf.score  # what asks for the output head means this one
+    rest = {name: tensor for name, tensor in stored.items() if name != LM_HEAD}
+    return {SCORE: StoredTensor(source / _NOWHERE, "F32", tuple(head.weight.shape)), **rest}
+
+
+def is_new(stored: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the scalar head is none of the checkpoint's."""
+    return SCORE not in stored or stored[SCORE].file.name == _NOWHERE
+
+
+@torch.no_grad()
+def begin(score: torch.Tensor, hf_config: Any, seed: int) -> None:
+    """Draw a (sharded) head as transformers does, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    deviation = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
+    whole = torch.randn(score.shape, generator=generator) * deviation
+    box = local_box(score)
+    local(score).copy_(whole[inside(box, tuple((0, size) for size in score.shape))])
+
+
+def weight_of(head: nn.Linear) -> torch.Tensor:
+    """Return a head's whole weight in float32, float32[hidden], with the adapter that is in use."""
+    weight = local(head.weight)[0].float()
+    if isinstance(head, LoraLinear) and head.lora_a is not None and head.lora_b is not None:
+        return weight + head.lora_scale * (head.lora_b @ head.lora_a)[0]
+    return weight
+
+
+def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Return the fields of config.json by which transformers and vLLM know a reward model.
+    Raises ValueError: without a tokenizer, nobody knows what is padding."""
+    try:
+        tokenizer = load_tokenizer(str(source), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer in {source} ({error})") from error
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [type(hf).__name__], "pad_token_id": pad_of(tokenizer), **labels}

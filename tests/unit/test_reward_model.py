@@ -1,0 +1,280 @@
+"""Reward models: loss and gradients against the formula in float64, what is read, what transformers loads."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.lora import LoraConfig
+from prime_hpc.config.sections.parallel import ParallelDims
+from prime_hpc.config.sections.sft import PreferenceConfig, SFTConfig
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.sections.trainer import FakeDataConfig, TrainerConfig
+from prime_hpc.launch.checks import reward_models
+from prime_hpc.launch.estimate.model_facts import read_model
+from prime_hpc.launch.estimate.trainer_memory import trainer_gib
+from prime_hpc.launch.lint.lint import lint
+from prime_hpc.store.model.files import stored_tensors
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.batching.micro_batches import as_pairs, batch_facts, build_rank_batch, fake_batch
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.samples import RowTokenizer
+from prime_hpc.trainer.data.template import ChatTokenizer
+from prime_hpc.trainer.lora.slots import PREFIX
+from prime_hpc.trainer.model.load_policy import load_policy
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.objectives import preference_loss
+from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.parallel import build_parallel
+from prime_hpc.trainer.train_step import TrainStep
+from prime_hpc.trainer.weights.publish import Publisher
+from tests.support.lora import adapters_of, fill_randomly
+from tests.support.tiny_families import make_family
+from tests.support.tiny_model import make_tiny_model
+
+CPU = torch.device("cpu")
+CONFIG = PreferenceConfig(type="bradley_terry", margin=0.3, label_smoothing=0.1, centering_weight=0.05)
+
+
+def loaded(folder: Path, seed: int | None = 7, **model: Any) -> Policy:
+    return load_policy(
+        ModelConfig(name=str(folder), **({"dtype": "float32"} | model)),
+        folder,
+        build_parallel(ParallelDims(), "cpu"),
+        CPU,
+        reshard_after_forward=True,
+        chunk_tokens=64,
+        new_head=seed,
+    )
+
+
+def published(policy: Policy, source: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    paths = RunPaths(folder)
+    Publisher(policy, source, paths, dtype=dtype, incarnation=0, model_name="reward").publish(1)
+    return paths.weights_step(1)
+
+
+def sides_of(num_pairs: int) -> list[np.ndarray[Any, Any]]:
+    """Tokens of pairs whose sides begin alike, one of which is the beginning of the other."""
+    rng = np.random.default_rng(5)
+    sides = []
+    for i in range(num_pairs):
+        prompt = rng.integers(3, 90, 4 + i)
+        sides += [np.concatenate([prompt, rng.integers(3, 90, n)]).astype(np.int32) for n in (3 + i, 6 - i)]
+    sides[1] = np.concatenate([sides[0], sides[1][-2:]])
+    return sides
+
+
+@pytest.mark.parametrize("layout", ["packed", "packed, no shared prompt", "a pair a micro-batch", "a row a side"])
+def test_a_model_learns_what_the_formula_says(group: None, tmp_path: Path, layout: str) -> None:
+    source, sides = make_tiny_model(tmp_path / "model"), sides_of(4)
+    policy = loaded(source)
+    hf = AutoModelForSequenceClassification.from_pretrained(
+        published(policy, source, tmp_path / "run"), dtype=torch.float64
+    ).eval()
+    scores = torch.cat([hf(torch.from_numpy(ids.astype(np.int64))[None]).logits[0] for ids in sides]).view(4, 2)
+    margins = torch.tensor([0.0, 0.5, 1.0, -0.25], dtype=torch.float64)  # the rows' own
+    d = scores[:, 0] - scores[:, 1] - CONFIG.margin - margins
+    loss = (-0.9 * logsigmoid(d) - 0.1 * logsigmoid(-d) + CONFIG.centering_weight * scores.sum(1).square()).mean()
+    loss.backward()
+
+    policy.single_rows = layout == "a row a side"
+    step = step_of(policy, share_prefixes=layout == "packed")
+    micros = [[2 * i, 2 * i + 1] for i in range(4)] if layout == "a pair a micro-batch" else [list(range(8))]
+    padded = [np.append(ids, np.zeros(i % 3, np.int32)) for i, ids in enumerate(sides)]  # `pad_multiple` fills up
+    masks = [np.arange(len(row)) == len(ids) - 1 for row, ids in zip(padded, sides, strict=True)]
+    rows = np.repeat(np.arange(4), 2)
+    batch = replace(build_rank_batch(micros, padded, masks), sample_ids=rows, group_ids=rows.copy())
+    batch = replace(batch, reference_sums=np.column_stack([margins.numpy(), np.zeros(4)]).ravel())
+    stats, num_shared = step.accumulate(step.lay_out(batch), partial(preference_loss, CONFIG), batch_facts(batch, 1))
+
+    assert (num_shared > 0) is (layout == "packed")
+    shown = {name: float(value) for name, value in stats.totals.items()}
+    assert shown == pytest.approx(
+        {
+            "loss": float(loss.detach()),
+            "rewards/chosen": float(scores[:, 0].mean()),
+            "rewards/rejected": float(scores[:, 1].mean()),
+            "rewards/margins": float((scores[:, 0] - scores[:, 1]).mean()),
+            "rewards/accuracies": float((scores[:, 0] > scores[:, 1]).double().mean()),
+        },
+        rel=1e-4,
+        abs=1e-5,
+    )
+    theirs = dict(hf.named_parameters())
+    mine: dict[str, Any] = {name: p.grad.full_tensor().double() for name, p in policy.hf.named_parameters()}
+    assert mine.keys() == theirs.keys() and mine["score.weight"].abs().sum() > 0
+    for name, grad in mine.items():
+        torch.testing.assert_close(grad, theirs[name].grad, rtol=2e-3, atol=2e-6)
+
+
+def step_of(policy: Policy, **changes: Any) -> TrainStep:
+    config = TrainerConfig(no_sync=False, **changes)
+    adapter = None if policy.adapters is None else policy.adapters.parameters(0)
+    return TrainStep(
+        policy, build_optimizer(policy, config.optim, adapter), config, max_steps=9, normalize="sequence", device=CPU,
+        peak_flops=1.0, with_entropy=False, together=2, row_tokens=40,
+    )  # fmt: skip
+
+
+def test_an_adapter_trains_the_head_too_and_is_published_merged(group: None, tmp_path: Path) -> None:
+    source, sides, lora = make_tiny_model(tmp_path / "model"), sides_of(3), LoraConfig(rank=4, alpha=8)
+    policy = loaded(source, lora=lora)
+    tensors = fill_randomly(policy, 0, seed=3)
+    hf = AutoModelForSequenceClassification.from_pretrained(
+        published(policy, source, tmp_path / "run"), dtype=torch.float64
+    ).eval()
+    scores = torch.cat([hf(torch.from_numpy(ids.astype(np.int64))[None]).logits[0] for ids in sides]).view(3, 2)
+    loss = -logsigmoid(scores[:, 0] - scores[:, 1]).mean()
+    loss.backward()
+    masks = [np.arange(len(ids)) == len(ids) - 1 for ids in sides]
+    batch = build_rank_batch([[0, 1, 2, 3], [4, 5]], sides, masks)
+    step, config = step_of(policy), PreferenceConfig(type="bradley_terry")
+    with step.adapted():
+        stats, _ = step.accumulate(batch, partial(preference_loss, config), batch_facts(batch, 1))
+    assert float(stats.totals["loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
+    theirs = dict(hf.named_parameters())
+    adapters = adapters_of(policy)
+    assert "score" in adapters.modules
+    for name, parameter in adapters.named_parameters(0).items():
+        module, _, kind = name.rpartition(".")
+        a, b = (tensors[f"{PREFIX}{module}.lora_{k}.weight"].double() for k in "AB")
+        slope: Any = theirs[f"{module}.weight"].grad
+        expected = 2.0 * (b.T @ slope if kind == "lora_A" else slope @ a.T)
+        found: Any = parameter.grad
+        torch.testing.assert_close(found.full_tensor().double(), expected, rtol=2e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+def test_a_version_is_what_transformers_loads_and_what_training_goes_on_from(
+    group: None, tmp_path: Path, family: str
+) -> None:
+    source = make_family(tmp_path / "model", family)
+    make_tiny_model(tmp_path / "tokenizer")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (source / file).write_bytes((tmp_path / "tokenizer" / file).read_bytes())
+    first = published(loaded(source), source, tmp_path / "run")
+    hf, found = AutoModelForSequenceClassification.from_pretrained(first, output_loading_info=True)
+    assert not any(found.values())
+    assert hf.config.num_labels == 1 and type(hf).__name__.endswith("ForSequenceClassification")
+    assert hf.config.pad_token_id == AutoTokenizer.from_pretrained(first).pad_token_id
+    second = published(loaded(first, seed=8), first, tmp_path / "again")  # its own head, whatever the seed
+    assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    assert json.loads((second / "config.json").read_text()) == json.loads((first / "config.json").read_text())
+    assert "lm_head.weight" not in stored_tensors(first)
+
+
+def test_a_new_head_is_the_seeds_and_half_precision_scores_in_float32(group: None, tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    heads = [loaded(source, seed).hf.score.weight.full_tensor() for seed in (1, 1, 2)]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    assert 0.1 < float(heads[0].std()) < 0.4  # the config's initializer_range
+    policy = loaded(source, dtype="bfloat16")
+    batch = as_pairs(fake_batch(FakeDataConfig(batch_size=2, seq_len=8), 90, 0, 0, 0, 1), scores=True)
+    micro = step_of(policy).micro_batch(batch, 0)
+    with torch.no_grad(), policy.packing(micro):
+        scores, entropy = policy(micro)
+    assert scores.shape == (2,) and scores.dtype == torch.float32 and not len(entropy)
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def test_a_model_without_such_a_head_is_refused(group: None, tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "granite"}))
+    with pytest.raises(
+        ValueError, match=r"model\.name = .*transformers has no granite of text alone with a head for labels"
+    ):
+        loaded(source)
+    with pytest.raises(ValueError, match=r"no tokenizer in"):
+        loaded(make_family(tmp_path / "bare", "llama"))
+
+
+def tokenised(folder: Path, row: dict[str, Any]) -> Any:
+    sft = SFTConfig.model_validate({"preference": {"type": "bradley_terry"}, "data": {"path": "x.jsonl"}})
+    tokenizer = ChatTokenizer(AutoTokenizer.from_pretrained(folder))
+    return RowTokenizer(tokenizer, sft.data, sft.data, 64, 400).row(row)
+
+
+def test_each_side_is_read_at_the_last_token_of_the_whole_conversation(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    row = {"prompt": "say", "chosen": "yes", "rejected": "no"}
+    (pair,) = tokenised(folder, row).samples
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for side, reply in zip(pair.sides(), ("yes", "no"), strict=True):
+        talk = [{"role": "user", "content": "say"}, {"role": "assistant", "content": reply}]
+        text = tokenizer.apply_chat_template(talk, tokenize=False)
+        assert side.token_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert np.flatnonzero(side.loss_mask).tolist() == [len(side.token_ids) - 1]
+    assert pair.margin == 0 and tokenised(folder, row | {"margin": 2}).samples[0].margin == 2
+    assert "expected `margin` as a number, got 'much'" in str(tokenised(folder, row | {"margin": "much"}).error)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = tokenizer.chat_template.replace("'<|im_end|>\\n'", f"'{tokenizer.eos_token}'")
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(SFTDataError, match=r"ends with the tokenizer's padding token .* state another pad_token"):
+        raise SFTDataError(str(tokenised(folder, row).error))
+
+
+def tree(name: str, **changes: Any) -> dict[str, Any]:
+    preference = {"type": "bradley_terry"} | changes.pop("preference", {})
+    data = {"path": "x.jsonl"}
+    return {"kind": "sft", "model": {"name": name}, "sft": {"data": data, "preference": preference}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"preference": {"beta": 0.2}}, "beta is of log-probabilities"),
+        ({"preference": {"nll_weight": 1}}, "nll_weight is of log-probabilities"),
+        ({"model": {"name": "m", "vision": "frozen"}}, "leave model.vision and"),
+        (
+            {"inference": {}, "orchestrator": {"eval": {"env": [{"id": "x"}]}}},
+            "leave model.vision and",
+        ),
+    ],
+)
+def test_what_a_reward_model_has_not_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Experiment.model_validate(tree("m", **changes))
+
+
+def test_a_reward_model_replies_nowhere_and_a_judge_is_of_its_runners_kind(group: None, tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model", tied=False)
+    reward = published(loaded(source), source, tmp_path / "run")
+
+    def problems(**values: Any) -> list[str | None]:
+        return [problem.key for problem in reward_models(Experiment.model_validate(values))]
+
+    assert problems(**tree(str(reward))) == []
+    assert problems(kind="eval", model={"name": str(reward)}) == ["model.name"]
+    alone = Experiment.model_validate({"kind": "eval", "model": {"name": str(reward)}, "inference": {}})
+    found = lint(alone, SiteConfig(name="here"))
+    assert ("PH131", "model.name") in {(one.code, one.key) for one in found}
+    judged = {"model": {"name": str(source)}, "inference": {}, "orchestrator": {"env": [{"id": "rows"}]}}
+    for judge, runner, expected in (
+        (reward, "pooling", []),
+        (reward, "generate", ["judge_inference.runner"]),
+        (source, "pooling", ["judge_inference.runner"]),
+        (source, "generate", []),
+    ):
+        assert problems(**judged, judge_inference={"model": str(judge), "runner": runner}) == expected
+
+
+def test_the_plan_counts_one_row_for_the_head(tmp_path: Path) -> None:
+    facts = read_model(str(make_tiny_model(tmp_path / "model", tied=False)))
+    assert facts is not None and facts.num_params is not None
+    scored = trainer_gib(Experiment.model_validate(tree("m")), facts)
+    pairs = trainer_gib(Experiment.model_validate(tree("m", preference={"type": "dpo"})), facts)
+    assert scored is not None and pairs is not None and scored["logits"] == 0 < pairs["logits"]
+    head = facts.vocab_size * facts.hidden
+    assert scored["state"] / pairs["state"] == pytest.approx((facts.num_params - head) / facts.num_params)
