@@ -16,6 +16,7 @@ from loguru import logger
 
 from prime_hpc.orchestrator.batching.batch_writer import BatchContent, BatchWriter
 from prime_hpc.runtime import activity
+from prime_hpc.store.attempts import Ended
 from prime_hpc.store.batch.rank_files import read_rank_batch
 from prime_hpc.store.errors import NoRoom, StoreError
 from prime_hpc.store.io import files, room
@@ -153,6 +154,27 @@ def test_all_ranks_write_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert until_room(write, RankGroup(), RoomWait("a version", tmp_path, 60.0)) == "written" and len(tries) == 4
     with pytest.raises(NoRoom, match="waited 0 s"):
         until_room(lambda: (_ for _ in ()).throw(NoRoom("full")), RankGroup(), RoomWait("a version", tmp_path, 0.0))
+
+
+def test_a_version_is_given_up_when_the_attempt_is_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: dict[str, str], said: list[str]
+) -> None:
+    """Then what else there is, as the checkpoint, can be saved in the time that is left."""
+    looks, slept = [False, False, True, True, True], list[float]()
+    monkeypatch.setattr("prime_hpc.trainer.until_room.time.sleep", slept.append)
+    monkeypatch.setattr("prime_hpc.trainer.until_room.LOOK_S", 0.01)
+    wait = RoomWait("weights version 3", tmp_path, 3600.0)
+    full = lambda: (_ for _ in ()).throw(NoRoom("a: disk full"))  # noqa: E731
+    assert until_room(full, RankGroup(), wait, lambda: looks.pop(0)) is None
+    assert slept == [0.01] * 2 and blocked == {"weights version 3": ""}
+    assert "weights version 3 is not written: the attempt is to end" in said[-1]
+
+
+def test_a_supervisor_that_meets_a_full_disk_ends_with_its_code(tmp_path: Path) -> None:
+    full = Ended.by_itself(OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "logs")))
+    assert full.code == 74 and re.search(r"logs: disk full \([\d,.]+ MiB free\): free space", full.cause)
+    assert Ended.by_itself(NoRoom("attempts.jsonl: disk full")).code == 74
+    assert Ended.by_itself(OSError(errno.EAGAIN, "no more processes")).code == 1
 
 
 def test_the_start_of_an_attempt_waits_for_room_as_for_what_it_reads(tmp_path: Path) -> None:
