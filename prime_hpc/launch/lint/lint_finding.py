@@ -113,7 +113,7 @@ CODES = {
     "PH324": "container image",
     "PH325": "paths inside the container",
     "PH326": "GPUs that Slurm does not know",
-    "PH327": "port range",
+    "PH327": "ports",
     "PH328": "a job that does not come back",
     "PH329": "nodes without internet, and what is not on disk",
     "PH332": "files that the site purges before the job may be over",
