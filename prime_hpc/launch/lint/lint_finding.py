@@ -60,7 +60,7 @@ CODES = {
     "PH205": "no checkpoints",
     "PH206": "checkpoint interval",
     "PH207": "data file",
-    "PH208": "difficulty pools",
+    "PH208": "curriculum",
     "PH209": "echo without turns",
     "PH210": "a trainer of many runs without a run",
     "PH211": "greedy training rollouts",
