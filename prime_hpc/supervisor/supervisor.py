@@ -441,7 +441,7 @@ class Supervisor:
         logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")
         if self._stop is not None:  # the true cause is what the end was asked for
             request = self._stop.request
-            raise Ended(request.code or code, f"{request.reason}; before all had saved: {cause}", request.outcome)
+            raise Ended(request.code or code, f"{request.reason}; it did not end in order: {cause}", request.outcome)
 
     def _roles_to_leave(self, ended: Ended) -> LedRoles | None:
         """Return the servers, where another role crashed that had been at work, and the orchestrator where that was the

@@ -184,7 +184,7 @@ def test_a_node_that_is_lost_while_a_stop_saves_brings_nothing_back(
     role: Any = SimpleNamespace(spec=SimpleNamespace(label="trainer", name="trainer"), pid=1, log_file="log")
     role.is_server, role.was_ready, role.state = False, True, "ready"
     role.log_excerpt, role.has_reported = lambda: "", lambda state: False
-    with pytest.raises(Ended, match="STOP was found; before all had saved: node n2 of trainer was lost") as raised:
+    with pytest.raises(Ended, match="STOP was found; it did not end in order: node n2 of trainer was lost") as raised:
         one._on_lost_nodes(role, ["n2"])
     assert raised.value.outcome == "stopped" and one.attempt.lost_nodes == ["n2"]
     role.is_server, role.state = True, "ready"
@@ -208,7 +208,7 @@ def test_a_stop_for_which_there_is_no_room_says_so(tmp_path: Path, monkeypatch: 
         role.is_server, role.was_ready, role.state, role.silent_hosts = False, True, "ready", lambda wait_s: []
         role.log_excerpt, role.has_reported = lambda: "", lambda state: False
         one._led.replicas = SimpleNamespace(awaiting_recovery=lambda role: False)
-        with pytest.raises(Ended, match="STOP was found; before all had saved: c: disk full") as raised:
+        with pytest.raises(Ended, match="STOP was found; it did not end in order: c: disk full") as raised:
             one._on_unexpected_exit(role, "c: disk full", False, 74)
     assert (raised.value.code, raised.value.outcome) == (74, "stopped")
 
