@@ -57,7 +57,7 @@ class Kind(StrEnum):
     ADMIT = "admit"
     TRAIN = "train"
     SETTLE = "settle"
-    """What a step has made is written, for which there was no room."""
+    """A version or a checkpoint is written, for which there was no room."""
     SAVE = "save"
     WAIT_FOR_SAVE = "wait_for_save"
     """A save in the background has ended."""
