@@ -185,11 +185,8 @@ class Trainer:
         no room is left to the next attempt when this one is to end."""
         wait = RoomWait(f"weights version {version}", self.paths.weights, self.experiment.supervisor.write_timeout_s)
         with self.train_step.timer("publish"):
-            publish, is_alone = (
-                partial(self.publisher.publish, version),
-                not self.context.run,
-            )  # else it holds up others
-            manifest = until_room(publish, self.control, wait, self._is_stopped) if is_alone else publish()
+            publish, holds_up_others = partial(self.publisher.publish, version), bool(self.context.run)
+            manifest = publish() if holds_up_others else until_room(publish, self.control, wait, self._is_stopped)
         if manifest is not None:
             self._announce(manifest, prune=prune)
 
@@ -488,13 +485,12 @@ def _build_saver(
         trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
         schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
-    last = experiment.max_steps
     return Saver(
         checkpointer,
         paths,
         bus,
         config=config,
-        max_steps=last,
+        max_steps=experiment.max_steps,
         schedule=schedule,
         slow_ranks=slow_ranks,
         room_s=None if context.run else experiment.supervisor.write_timeout_s,
