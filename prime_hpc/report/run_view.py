@@ -85,14 +85,9 @@ def view_run(
     attempts = read_rows(path / ATTEMPTS_JSONL)
     trained, served = Curves(), Curves()
     both = {"trainer": trained, "orchestrator": served}
-    own, counted = attempt_identities(path, attempts), {} if counted is None else counted
-    known = [number for number, identity in enumerate(own) if identity in counted]
-    original = counted[own[-1]] if own and len(known) == len(own) else None
-    if original is not None:
-        notes.append(f"a copy of {original}, whose hours are counted")
-    elif known:
-        notes.append(f"went on from a copy of {counted[own[known[-1]]]}, whose hours are counted")
-    counted |= dict.fromkeys(own, status.name) if original is None else {}
+    known, original = _counted_before(
+        attempt_identities(path, attempts), status.name, {} if counted is None else counted, notes
+    )
     goes_on = status.is_under_way and not status.is_between
     hours = read_hours(path, config, attempts, is_under_way=goes_on, lives=lives, curves=both)
     trainer, orchestrator, spent = hours.trainer, hours.orchestrator, hours.spent
@@ -146,6 +141,22 @@ def view_run(
         "results": _results(path),
         "notes": notes,
     }
+
+
+def _counted_before(
+    own: Sequence[tuple[Any, ...]], name: str, counted: dict[tuple[Any, ...], str], notes: list[str]
+) -> tuple[list[int], str | None]:
+    """Return which of a run's attempts a copy has, and whose copy it is itself, where that has all of them; all are
+    counted from now on."""
+    known = [number for number, identity in enumerate(own) if identity in counted]
+    original = counted[own[-1]] if own and len(known) == len(own) else None
+    if original is not None:
+        notes.append(f"a copy of {original}, whose hours are counted")
+        return known, original
+    if known:
+        notes.append(f"went on from a copy of {counted[own[known[-1]]]}, whose hours are counted")
+    counted |= dict.fromkeys(own, name)
+    return known, None
 
 
 def _plain(value: Any) -> Any:
