@@ -167,6 +167,18 @@ def test_a_run_for_which_there_is_no_room_for_long_fails_alone(monkeypatch: pyte
     assert ends[0].startswith("a failed c: disk full; waited 0 s") and ends[1:] == ["b done None"]
 
 
+def test_a_run_that_has_to_leave_trains_no_further_while_its_checkpoint_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = [_Run("a", {1: 3}), _Run("b", {})]
+    runs[0].step = 1
+    multi, now, ends = _multi(monkeypatch, runs, 600.0)
+    multi._leaving = [loop.Leave("a", "stopped", "asked to", save=True)]
+    turns = _turns(multi, now)
+    assert turns.count("leave a") == 4 and "train a" not in turns and "train b" in turns[:4]
+    assert ends == ["b done None", "a stopped asked to"] and runs[0].saved == 1
+
+
 def test_runs_of_a_trainer_that_ends_wait_for_room_when_all_others_have_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [_Run("a", {1: 1}), _Run("b", {})]
     multi, _, _ = _multi(monkeypatch, runs, 5.0)

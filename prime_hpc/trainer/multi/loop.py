@@ -263,6 +263,7 @@ class MultiTrainer:
         if self._rank == 0:
             what = f"{child.name}: what step {child.step} has made"
             wait = RoomWait(what, child.trainer.paths.root, self._experiment.supervisor.write_timeout_s)
+            self._watches.pop(child.name, None)  # it trains no further meanwhile
             held = self._held.setdefault(child.name, _Held(wait, command))
             held.command = command if command.kind is Kind.LEAVE else Command(Kind.SETTLE, child.name)
             try:
@@ -290,21 +291,24 @@ class MultiTrainer:
         if self._run_slots is not None:
             ready = {n for n, w in self._watches.items() if w.batch.poll() is not None}
             self._queue.trained(name, child.trained[0]["num_tokens"], ready)
-            del self._watches[name]
         self._settle(name)
 
     def _settle(self, name: str) -> None:
         child = self._children[name]
         assert child.trained is not None
         started, metrics = child.trained[1], child.settle()
+        self._was_written(name)
         if self._run_slots is not None:
-            if (held := self._held.pop(name, None)) is not None:
-                held.wait.over()
             self._watches[name] = _Watch(child.next_batch())
             self._run_slots.trained(name, child.step, child.num_samples, child.num_tokens)
             self._report(child, metrics, started)
         if child.is_done:
             self._close(name, "done", None)
+
+    def _was_written(self, name: str) -> None:
+        """On rank 0: there was room for what a run was held for, if it was."""
+        if (held := self._held.pop(name, None)) is not None:
+            held.wait.over()
 
     def _report(self, child: Child, metrics: dict[str, float], started: float) -> None:
         """Log a row among the parent's own metrics: the trainer's share of time, and whose step it was."""
@@ -323,6 +327,7 @@ class MultiTrainer:
     def _leave(self, leave: Leave) -> None:
         if leave.save:
             self._children[leave.name].save(is_last=True)
+            self._was_written(leave.name)
         self._close(leave.name, leave.phase, leave.reason)
 
     def _failed(self, name: str, error: BaseException) -> None:
