@@ -74,7 +74,7 @@ def show_run(loaded: Loaded, *, as_json: bool) -> int:
     """Say what `run` would start, and start nothing. Raises as `run`."""
     loaded, findings = _looked_at(loaded)
     print_warnings([] if as_json else findings)
-    show_dry_run(local_plan(loaded.experiment), None, as_json)
+    show_dry_run(local_plan(loaded.experiment, in_foreground=True), None, as_json)
     return 0
 
 

@@ -7,7 +7,7 @@ the sum is that of the allocation. Effective training time is training that last
 submission to the end. The idle shares suggest another split of the run's GPUs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,16 @@ def account(
         "trainer_parts": TRAINER_PARTS,
         "engine_parts": ENGINE_PARTS,
     }
+
+
+def without(spent: Mapping[str, Any], known: Collection[int]) -> dict[str, Any]:
+    """Return what a run cost but for some of its attempts, by their places: a copy of it has counted them."""
+    rows, slurm = spent["rows"], spent["slurm"]
+    if slurm is not None:
+        others = sum(rows[i]["held_hours"] or 0.0 for i in known if rows[i]["by_slurm"])
+        slurm = {**slurm, "hours": max(0.0, slurm["hours"] - others)}
+    own = [row for i, row in enumerate(rows) if i not in known]
+    return {**spent, "rows": own, "total": _total(own), "slurm": slurm}
 
 
 def charged_hours(spent: Mapping[str, Any]) -> float | None:

@@ -11,7 +11,7 @@ from prime_hpc.launch.monitor.diff import flatten
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metric_names import evaluated, held_out_set
-from prime_hpc.report.accounting import charged_hours, suggest_split
+from prime_hpc.report.accounting import charged_hours, suggest_split, without
 from prime_hpc.report.phases import Phases
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
 from prime_hpc.report.run_hours import attempt_identities, read_config, read_hours
@@ -71,23 +71,23 @@ def view_run(
     status: RunStatus,
     limits: Limits,
     lives: Sequence[JobLife] = (),
-    originals: dict[tuple[Any, ...], str] | None = None,
+    counted: dict[tuple[Any, ...], str] | None = None,
 ) -> dict[str, Any]:
     """Return the run's data, JSON-able. Whatever is absent or broken is left out, and named in `notes`.
 
     Args:
         lives: of the run's jobs, where Slurm's accounting says.
-        originals: `attempt_identities` -> name of the page's runs so far, told this one's: sums leave out its copies.
+        counted: attempts (`attempt_identities`) of the page's runs so far -> their names, told this one's: sums count
+            each once. Of copies the one that went on comes first.
     """
     notes: list[str] = []
     config = read_config(path, notes)
     attempts = read_rows(path / ATTEMPTS_JSONL)
     trained, served = Curves(), Curves()
     both = {"trainer": trained, "orchestrator": served}
-    identity = tuple(attempt_identities(path, attempts))
-    original = originals.setdefault(identity, status.name) if identity and originals is not None else status.name
-    if original != status.name:
-        notes.append(f"a copy of {original}, whose hours are counted")
+    known, original = _counted_before(
+        attempt_identities(path, attempts), status.name, {} if counted is None else counted, notes
+    )
     goes_on = status.is_under_way and not status.is_between
     hours = read_hours(path, config, attempts, is_under_way=goes_on, lives=lives, curves=both)
     trainer, orchestrator, spent = hours.trainer, hours.orchestrator, hours.spent
@@ -100,17 +100,22 @@ def view_run(
         chosen = choose_rollouts(RunPaths(path), _env_names(config), model, limits.rollout_bytes)
         notes += chosen.problems
     parent = parent_of(path)
+    figures, sums = _figures(trained, served, spent, shares=parent is not None), None
+    if known and original is None:
+        new = without(spent, known)
+        sums = {"figures": _figures(trained, served, new, shares=parent is not None), "total": new["total"]}
     tables = {"trainer": trained.table(limits.points), "orchestrator": served.table(limits.points)}
     if not limits.all_metrics:
         tables = {role: _only_key_metrics(table) for role, table in tables.items()}
     return {
         "name": status.name,
         "parent": parent.name if parent is not None else None,
-        "copy_of": original if original != status.name else None,
+        "copy_of": original,
         "path": str(path),
         "kind": config.get("kind"),
         "status": _status_facts(status),
-        "figures": _figures(trained, served, spent, shares=parent is not None),
+        "figures": figures,
+        "sums": sums,
         "config": {key: _plain(value) for key, value in flatten(config).items()},
         "made": _made(path),
         "curves": tables,
@@ -136,6 +141,22 @@ def view_run(
         "results": _results(path),
         "notes": notes,
     }
+
+
+def _counted_before(
+    own: Sequence[tuple[Any, ...]], name: str, counted: dict[tuple[Any, ...], str], notes: list[str]
+) -> tuple[list[int], str | None]:
+    """Return which of a run's attempts a copy has, and whose copy it is itself, where that has all of them; all are
+    counted from now on."""
+    known = [number for number, identity in enumerate(own) if identity in counted]
+    original = counted[own[-1]] if own and len(known) == len(own) else None
+    if original is not None:
+        notes.append(f"a copy of {original}, whose hours are counted")
+        return known, original
+    if known:
+        notes.append(f"went on from a copy of {counted[own[known[-1]]]}, whose hours are counted")
+    counted |= dict.fromkeys(own, name)
+    return known, None
 
 
 def _plain(value: Any) -> Any:

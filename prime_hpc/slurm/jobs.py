@@ -36,11 +36,12 @@ _SINGLE_QUESTIONS = 4
 _VAGUE = ("Priority", "Resources", "Dependency")
 """Reasons that another component's outweighs."""
 _NEVER = re.compile(
-    "(Partition(Config|NodeLimit|TimeLimit)|BadConstraints|(Account|QOS)NotAllowed|Invalid(Account|QOS)"
+    "(PartitionConfig|BadConstraints|(Account|QOS)NotAllowed|Invalid(Account|QOS)"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+|MaxMemPerLimit|DependencyNeverSatisfied"
     "|.* not permitted to use this partition.*)"
 )
-"""Reasons of waiting jobs that time does not mend; accounts and QOS that a partition refuses come as a sentence."""
+"""Reasons of waiting jobs that time does not mend; accounts and QOS that a partition refuses come as a sentence. Of a
+partition's limits `waiting.limit_of` tells: nodes that are down give the same reason."""
 _FIELDS = (
     *("JobArrayID", "JobID", "HetJobID", "HetJobOffset", "State", "Reason", "NumNodes", "NodeList"),
     *("StartTime", "EndTime", "TimeLeft", "RestartCnt", "Name", "Comment"),

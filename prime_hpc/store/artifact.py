@@ -137,6 +137,11 @@ def fenced_stage(stage: Path, run: RunPaths, incarnation: int) -> Iterator[None]
         raise StoreError(f"{stage}: was removed while it was written: does another attempt of the run?") from error
 
 
+_unsynced: set[Path] = set()
+"""Names that this process gave, and that may not be durable: who was told so writes the artifact again, perhaps in
+another form, and nobody was told of the first one."""
+
+
 def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Manifest:
     for _ in range(3):  # a name of an older attempt is moved away at most once; the rest is racing writers
         # As late as can be: a file system has no compare-and-rename, so readers check incarnations as well.
@@ -148,16 +153,20 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
         else:
+            _unsynced.add(final)
             files.fsync_dir(final.parent)
+            _unsynced.discard(final)
             return manifest
         existing = _existing(final)
         if existing.incarnation > manifest.incarnation:
             raise FencedError(f"{final}: incarnation {existing.incarnation} has already written it")
         if existing.incarnation == manifest.incarnation:
             if existing.digest == manifest.digest:
+                files.fsync_dir(final.parent)
                 files.remove_tree(stage)
                 return existing
-            raise ArtifactExists(f"{final}: already written by {existing.writer} with other content")
+            if final not in _unsynced:
+                raise ArtifactExists(f"{final}: already written by {existing.writer} with other content")
         logger.warning(
             f"{final}: replacing what incarnation {existing.incarnation} left (this is {manifest.incarnation})"
         )

@@ -16,7 +16,9 @@ from typing import Any, cast
 from loguru import logger
 
 from prime_hpc.config.run_files import STATUS_JSON
+from prime_hpc.store.errors import NoRoom, StoreError
 from prime_hpc.store.io import files
+from prime_hpc.store.io.disk import in_words, is_full
 from prime_hpc.store.io.file_age import file_age_s
 from prime_hpc.store.io.updated_file import update_file
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, parse_attempts, read_record
@@ -80,6 +82,12 @@ class Ended(Exception):
         super().__init__(cause)
         self.code, self.cause, self.permanent = code, cause, permanent
         self.outcome = outcome or ("completed" if code == 0 else "failed")
+
+    @classmethod
+    def by_itself(cls, error: OSError | StoreError) -> "Ended":
+        """Of what the supervisor itself met: a full disk under the logs, a process table that is full."""
+        code = NoRoom.attempt_exit_code if is_full(error) or isinstance(error, NoRoom) else 1
+        return cls(code, f"the supervisor could not go on: {in_words(error)}")
 
 
 def read_attempts(path: Path) -> list[AttemptRow]:

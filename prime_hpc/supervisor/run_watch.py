@@ -7,6 +7,7 @@ from typing import Any
 
 from prime_hpc.config import Experiment
 from prime_hpc.runtime.clock import AwakeClock
+from prime_hpc.store.io.room import WAITS
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
 from prime_hpc.supervisor.attempt.successor import SuccessorWatch
@@ -99,6 +100,11 @@ class RunWatch:
     def ask_why(self) -> None:
         """Somebody wants to know who holds the run up."""
         self._stalls.ask()
+
+    def lack_of_room(self) -> str:
+        """Return which write waits for room on a disk, in its own words; empty: none."""
+        words = (str((row.get("doing") or {}).get("blocked", "")) for row in list(self._bus_statuses.values()))
+        return next((said for said in words if WAITS in said), "")
 
     def facts(self) -> dict[str, Any]:
         """Return what `status` shows."""

@@ -22,7 +22,7 @@ from prime_hpc.runtime.failures import NodeError
 from prime_hpc.runtime.process_tree import become_subreaper, family
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, Ended, close_attempt, show_latest_logs, write_attempt
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.errors import NoRoom, StoreError
 from prime_hpc.supervisor.agent import BEAT_S, FENCE
 from prime_hpc.supervisor.attempt.fence import Fence
 from prime_hpc.supervisor.attempt.restart_policy import FINAL
@@ -129,8 +129,8 @@ class Supervisor:
                 time.sleep(TICK_S)
         except Ended as end:
             ended = end
-        except (OSError, StoreError) as error:  # a full disk under the logs, a process table that is full
-            ended = Ended(1, f"the supervisor could not go on: {error}")
+        except (OSError, StoreError) as error:
+            ended = Ended.by_itself(error)
         finally:
             ended = self._fence.true_end(ended)
             self.left = self._roles_to_leave(ended)
@@ -316,8 +316,10 @@ class Supervisor:
             request, deadline = self._stop = self._controls.stop_or_cancel(self._stop, self._led.clock.now())
             self.attempt.next = "slurm" if request.by_slurm else None
             if self._led.clock.now() > deadline:
-                cause = f"{request.reason}; not saved within {request.budget_s:.0f} s"
-                raise Ended(request.code or 1, cause, request.outcome if request.outcome in FINAL else "failed")
+                cause, code = f"{request.reason}; not saved within {request.budget_s:.0f} s", 1
+                if held := self._run_watch.lack_of_room():
+                    cause, code = f"{cause}: {held}", NoRoom.attempt_exit_code
+                raise Ended(request.code or code, cause, request.outcome if request.outcome in FINAL else "failed")
         elif request is not None:
             self.attempt.next = "slurm" if request.by_slurm else None
             self._note_lost(request.lost_nodes)
@@ -409,7 +411,7 @@ class Supervisor:
             logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
             self._begin(role)
             return
-        self._kill_and_log(role, cause)
+        self._kill_and_log(role, cause, code=code)
         self._let_trainer_save(role)
         raise Ended(code, cause, permanent=permanent)
 
@@ -430,7 +432,7 @@ class Supervisor:
         is_lost = any(role.spec.name == "trainer" and role.lost_hosts(silence_s) for role in self._led.roles)
         return is_lost or self._fence.is_fenced or (request is not None and not request.save)
 
-    def _kill_and_log(self, role: Role, cause: str, lost: Sequence[str] = ()) -> None:
+    def _kill_and_log(self, role: Role, cause: str, lost: Sequence[str] = (), code: int = 1) -> None:
         """End a role without which the attempt is over. Raises Ended where somebody had asked for its end."""
         tail = role.log_excerpt()
         self._led.kill(role, reap=True)
@@ -439,7 +441,7 @@ class Supervisor:
         logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")
         if self._stop is not None:  # the true cause is what the end was asked for
             request = self._stop.request
-            raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
+            raise Ended(request.code or code, f"{request.reason}; it did not end in order: {cause}", request.outcome)
 
     def _roles_to_leave(self, ended: Ended) -> LedRoles | None:
         """Return the servers, where another role crashed that had been at work, and the orchestrator where that was the

@@ -89,7 +89,8 @@ class RankGroup:
 
         Raises:
             Unreadable: it failed on some rank, and wherever it did, only because something cannot be read now.
-            NoRoom: it failed on some rank, and wherever it did, only because a disk is full or a quota used up.
+            NoRoom: it failed on some rank, and wherever it did, only because a disk is full or a quota used up, or on
+                others for what cannot be read now.
             StoreError: it failed on some rank; on all with the same words.
         """
         value, failure = _tried(action, told)
@@ -144,8 +145,9 @@ def _raise(found: list[_Said], own: Exception | None) -> None:
     error: StoreError = StoreError()
     if len(needs) == len(found):  # of one disk: its name and remedy do for all
         words = found[0].words
-        error = NoRoom(words, max(needs))
     if len(unread) == len(found):
         error = Unreadable(*unread[0])
+    elif len(needs) + len(unread) == len(found):  # both pass, and are waited for alike
+        error = NoRoom(words, max(needs))
     error.args = (words,)
     raise error from own

@@ -100,6 +100,8 @@ def run_rl(trainer: Trainer) -> None:
     trainer.finish_saves()
     if experiment.trainer.bench:
         finish_bench(trainer)
+    elif fake is None:
+        trainer.require_version(trainer.last_step)
 
 
 def _give_memory_back(trainer: Trainer) -> None:

@@ -43,6 +43,8 @@ def run_sft(trainer: Trainer) -> None:
         trainer.status.beat(idle=False)
     if held_out is not None and start == 0:
         _report_untrained(trainer, held_out)
+    if start and _is_published(trainer, start) and trainer.lacks_version(start):  # it had no room before a stop
+        trainer.publish(start, prune=_may_prune(trainer))
     for step in range(start + 1, trainer.last_step + 1):
         started = time.perf_counter()
         if not _goes_on(trainer, step - 1, progress):
@@ -152,3 +154,4 @@ def _finish(trainer: Trainer) -> None:
     last = trainer.experiment.max_steps
     if trainer.lacks_version(last):
         trainer.publish(last, prune=False)
+        trainer.require_version(last)

@@ -5,9 +5,11 @@ nothing of whose fault they are. Compared here are times in which a rank waits f
 
     product   a fixed matrix product on its device, every few steps, between the last backward pass and the update
     read      its part of the batch
-    write     its own files of checkpoints and weight versions; more bytes than the median rank's may take longer
+    write     its own files of checkpoints and weight versions, or the changes in them; more bytes than the median
+              rank's may take longer
 
-They go with the collective that gathers the step's metrics. The product is timed by events of the device, which are
+Tokenising rows (SFT) is not compared, for rows differ, nor is writing adapters, which one rank does. The times go with
+the collective that gathers the step's metrics. The product is timed by events of the device, which are
 read at the next step, when they are long over: the host waits for nothing.
 """
 

@@ -21,6 +21,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch_archive import RolloutArchiver
 from prime_hpc.store.batches import prune_batches
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
+from prime_hpc.store.errors import NoRoom
 from prime_hpc.store.io.room import RoomWait
 from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.messaging.file_transfer import Handover
@@ -142,7 +143,7 @@ class Trainer:
     @property
     def has_news(self) -> bool:
         """On rank 0: whether a wait should end: a stop, a request to save, a save or a version that has ended."""
-        asked = self.bus.latest("stop") is not None or self.saver.is_asked
+        asked = self._is_stopped() or self.saver.is_asked
         return asked or self.saver.checkpointer.has_ended or (self.beside is not None and self.beside.has_ended)
 
     def chosen_checkpoint(self) -> CheckpointInfo | None:
@@ -181,21 +182,29 @@ class Trainer:
         return self.control.from_first(lambda: version not in list_versions(self.paths))
 
     def publish(self, version: int, *, prune: bool = True) -> None:
-        """Publish a weight version, announce it, remove old ones that nobody needs. Collective."""
+        """Publish a weight version, announce it, remove old ones that nobody needs. Collective. One for which there is
+        no room is left to the next attempt when this one is to end."""
+        wait = RoomWait(f"weights version {version}", self.paths.weights, self.experiment.supervisor.write_timeout_s)
         with self.train_step.timer("publish"):
-            manifest = until_room(lambda: self.publisher.publish(version), self.control, self._room_wait(version))
+            publish, holds_up_others = partial(self.publisher.publish, version), bool(self.context.run)
+            manifest = publish() if holds_up_others else until_room(publish, self.control, wait, self._is_stopped)
         if manifest is not None:
             self._announce(manifest, prune=prune)
 
-    def _room_wait(self, version: int) -> RoomWait:
-        return RoomWait(f"weights version {version}", self.paths.weights, self.experiment.supervisor.write_timeout_s)
+    def _is_stopped(self) -> bool:
+        return self.bus.latest("stop") is not None
+
+    def require_version(self, version: int) -> None:
+        """Raise NoRoom unless the run's last weight version is there: it is not complete without. Collective."""
+        if self.lacks_version(version):
+            raise NoRoom(f"weights version {version} had no room until the attempt was to end; the next one writes it")
 
     def publish_beside(self, version: int) -> None:
         """As `publish`, or beside the next step, as `trainer.publish_beside` has it; raises for the one before."""
         if self.beside is None:
             how = self.experiment.trainer.publish_beside
             room_s = self.experiment.supervisor.write_timeout_s
-            self.beside = build_beside(self.publisher, how, self.device, self._announce, room_s)
+            self.beside = build_beside(self.publisher, how, self.device, self._announce, room_s, self._is_stopped)
         if self.beside is None:
             return self.publish(version)
         with self.train_step.timer("publish"):
@@ -486,14 +495,13 @@ def _build_saver(
         trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
         schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
-    last = experiment.max_steps
     return Saver(
         checkpointer,
         paths,
         bus,
         config=config,
-        max_steps=last,
+        max_steps=experiment.max_steps,
         schedule=schedule,
         slow_ranks=slow_ranks,
-        room_s=experiment.supervisor.write_timeout_s,
+        room_s=None if context.run else experiment.supervisor.write_timeout_s,
     )

@@ -10,14 +10,20 @@ from prime_hpc.store.io.room import RoomWait
 from prime_hpc.trainer.rank_group import RankGroup
 
 T = TypeVar("T")
+LOOK_S = 0.5
+"""Between two looks for a stop."""
 
 
-def until_room(write: Callable[[], T], ranks: RankGroup, wait: RoomWait) -> T:
-    """Return what `write` returns. Collective: the ranks meet after each pause, none waits long in a collective.
+def until_room(
+    write: Callable[[], T], ranks: RankGroup, wait: RoomWait, is_stopped: Callable[[], bool] = lambda: False
+) -> T | None:
+    """Return what `write` returns; None: given up. Collective: the ranks meet after each pause, none waits long in a
+    collective.
 
     Args:
         write: collective; raises NoRoom or Unreadable on all ranks alike, and may be called again then.
         wait: rank 0's counts.
+        is_stopped: of rank 0: the attempt is to end, and this is not what holds that up.
 
     Raises:
         NoRoom: the time is over; on all ranks.
@@ -31,9 +37,15 @@ def until_room(write: Callable[[], T], ranks: RankGroup, wait: RoomWait) -> T:
             wait.over()
             return result
 
-        def pause(error: NoRoom | Unreadable = error) -> bool:
-            time.sleep(wait.next_pause(error))
-            return wait.has_room
+        def pause(error: NoRoom | Unreadable = error) -> tuple[bool, bool]:
+            end = time.monotonic() + wait.next_pause(error)
+            while not is_stopped() and (left_s := end - time.monotonic()) > 0:
+                time.sleep(min(left_s, LOOK_S))
+            return wait.has_room, is_stopped()
 
-        while not ranks.from_first(pause):
-            pass
+        has_room = stopped = False
+        while not has_room and not stopped:
+            has_room, stopped = ranks.from_first(pause)
+        if stopped:
+            wait.give_up("the attempt is to end, and the next one writes it")
+            return None

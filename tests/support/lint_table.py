@@ -186,6 +186,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     (
         "PH208",
         "warning",
+        {"orchestrator": {"advantage": {"type": "gdpo"}, "curriculum": {"gates": [{"type": "advantage_range"}]}}},
+        {},
+        "rejects groups whose rewards add up to the same",
+    ),
+    (
+        "PH208",
+        "warning",
         {
             "orchestrator": {
                 "curriculum": {"sampler": {"type": "difficulty_pool", "easy_probability": 1.0, "hard_probability": 1.0}}

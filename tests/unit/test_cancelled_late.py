@@ -52,7 +52,7 @@ def saving(controls: Controls) -> Any:
         servers_without=lambda lost: pytest.fail("its servers were kept"),
         kill=lambda role, *, reap: None,
     )
-    one._run_watch = SimpleNamespace(ask_why=lambda: None)
+    one._run_watch = SimpleNamespace(ask_why=lambda: None, lack_of_room=lambda: "")
     one._console = SimpleNamespace(progress=lambda: {"step": 5, "max_steps": 100}, close=lambda: None)
     return one
 
@@ -184,12 +184,33 @@ def test_a_node_that_is_lost_while_a_stop_saves_brings_nothing_back(
     role: Any = SimpleNamespace(spec=SimpleNamespace(label="trainer", name="trainer"), pid=1, log_file="log")
     role.is_server, role.was_ready, role.state = False, True, "ready"
     role.log_excerpt, role.has_reported = lambda: "", lambda state: False
-    with pytest.raises(Ended, match="STOP was found; nothing was saved: node n2 of trainer was lost") as raised:
+    with pytest.raises(Ended, match="STOP was found; it did not end in order: node n2 of trainer was lost") as raised:
         one._on_lost_nodes(role, ["n2"])
     assert raised.value.outcome == "stopped" and one.attempt.lost_nodes == ["n2"]
     role.is_server, role.state = True, "ready"
     one._on_lost_nodes(role, ["n3"])
     assert role.state == "done", "nobody asks the servers any more"
+
+
+@pytest.mark.parametrize("by", ["deadline", "trainer"])
+def test_a_stop_for_which_there_is_no_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    asked = controls(tmp_path, monkeypatch, CANCELLED, 5000)
+    one, held = saving(asked), "the checkpoint of step 7 cannot be written now: c: disk full"
+    one._run_watch.lack_of_room = lambda: held
+    (tmp_path / STOP).touch()
+    one._handle_requests()
+    if by == "deadline":
+        one.now = 1e4
+        with pytest.raises(Ended, match=f"STOP was found; not saved within 600 s: {held}") as raised:
+            one._handle_requests()
+    else:
+        role: Any = SimpleNamespace(spec=SimpleNamespace(name="trainer", max_restarts=0), restarts=0, log_file="log")
+        role.is_server, role.was_ready, role.state, role.silent_hosts = False, True, "ready", lambda wait_s: []
+        role.log_excerpt, role.has_reported = lambda: "", lambda state: False
+        one._led.replicas = SimpleNamespace(awaiting_recovery=lambda role: False)
+        with pytest.raises(Ended, match="STOP was found; it did not end in order: c: disk full") as raised:
+            one._on_unexpected_exit(role, "c: disk full", False, 74)
+    assert (raised.value.code, raised.value.outcome) == (74, "stopped")
 
 
 @pytest.mark.parametrize("lost", [["n2"], []])

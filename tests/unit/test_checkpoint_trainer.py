@@ -449,7 +449,7 @@ def test_the_last_checkpoint_waits_for_room(
         saver.save(2, progress={}, batch_dir=trainer.paths.rollouts_step(2))
         assert list_steps(trainer.paths.checkpoints, digits=0) == [1, 2] and left == [0]
         left[0] = 99
-        saver._room_s = 0.0
+        saver.room_s = 0.0
         saver.max_steps = 3
         trainer.step(3)
         with pytest.raises(NoRoom, match="quota exceeded.*waited 0 s"):

@@ -170,7 +170,7 @@ def run_rank(rank: int, out: str) -> None:
     """One of three ranks, the second without tokens, the third with the first one's."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{out}/store", 3), rank=rank, world_size=3)
     values = torch.arange(10, dtype=torch.float32) if rank != 1 else torch.zeros(0)
-    found = [entropy_threshold(values, share, counts=rank < 2).item() for share in (0.01, 0.2, 0.21, 0.3, 1.0)]
+    found = [entropy_threshold(values, share, counts=rank < 2).item() for share in (1e-9, 0.01, 0.2, 0.21, 0.3, 1.0)]
     found.append(entropy_threshold(torch.zeros(0), 0.2, counts=True).item())
     Path(f"{out}/{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -180,7 +180,7 @@ def run_rank(rank: int, out: str) -> None:
 def test_the_threshold_is_that_of_all_ranks(tmp_path: Path) -> None:
     spawn(run_rank, (str(tmp_path),), 3)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert found == [[9, 8, 7, 7, 0, 0]] * 3
+    assert found == [[9, 9, 8, 7, 7, 0, 0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,7 @@ def test_the_threshold_is_that_of_all_ranks(tmp_path: Path) -> None:
         ({"top_entropy_quantile": 0}, "greater than 0"),
         ({"top_entropy_quantile": 1.2}, "less than or equal to 1"),
         ({"type": "vespo", "gamma_pos": (-1, 2)}, "finite and not negative"),
+        ({"type": "vespo", "gamma_neg": (3, 0)}, r"gamma_neg = \(3, 0\)"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tree: dict[str, Any], reason: str) -> None:

@@ -1,7 +1,10 @@
 """The config with which steps are computed again, and that beside a refused one."""
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +13,12 @@ from prime_hpc.cli.verbs.run.replay import Replay, _progress, compare, run
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
-from prime_hpc.trainer.replay.dump_failed_step import _with_model
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.objectives.kl import EntropyBonus
+from prime_hpc.trainer.replay import replay
+from prime_hpc.trainer.replay.dump_failed_step import _with_model, _write_beside
 from prime_hpc.trainer.replay.replay import plain
+from tests.unit.test_store_batches import make_rank
 
 
 def test_steps_that_are_computed_again_are_sent_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +48,30 @@ def test_a_kept_version_is_the_policy_and_not_the_reference(flags: list[str], re
     assert (kl.model if kl is not None else None) == reference
     assert kept.trainer.loss.kl is None or kept.trainer.loss.kl.coef == 0.1
     assert experiment.model.name == "org/base"
+
+
+def test_a_kept_step_has_the_entropy_coefficient_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model.name", "org/base", "--trainer.loss.entropy.target", "0.5", "--max-steps", "9"]
+    experiment = load_experiment(flags, "trainer", {}).experiment
+    assert experiment.trainer.loss.entropy is not None
+
+    def trainer(bonus: EntropyBonus) -> Any:
+        policy = SimpleNamespace(adapters=None)
+        step = SimpleNamespace(entropy=bonus, policy=policy, run=lambda *_: {"entropy_coef": bonus.coef})
+        layout = SimpleNamespace(dims=SimpleNamespace(ranks_per_part=1))
+        return SimpleNamespace(experiment=experiment, train_step=step, parallel=layout, part=(0, 1), rank=0)
+
+    moved = EntropyBonus(experiment.trainer.loss.entropy)
+    for _ in range(3):
+        moved.observe(0.25)
+    again, kept = EntropyBonus(experiment.trainer.loss.entropy), RunPaths(tmp_path / "kept")
+    _write_beside(trainer(moved), kept, 4, [make_rank([20, 20], [2])])
+    monkeypatch.setattr(replay, "opened", lambda *_: contextlib.nullcontext(trainer(again)))
+    monkeypatch.setattr(replay, "sequence_lines", lambda *_: [])
+    assert replay.kept_step(kept, tmp_path) and again.state.tolist() == moved.state.tolist()
+    assert f"entropy_coef {moved.coef:.4g}" in capsys.readouterr().out and moved.coef > 0
 
 
 def test_a_kept_step_is_one_and_takes_no_steps(tmp_path: Path) -> None:

@@ -393,6 +393,8 @@ def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
     assert "data parallel 2" in text
     assert "4 FSDP2 ranks" in text
     assert "LocalExecutor" in text
+    foreground = plan_text(local_plan(loaded(tmp_path, model).experiment, in_foreground=True))
+    assert "LocalExecutor" not in foreground and "submitit" not in foreground and "logs/supervisor.log" in foreground
     saving = planned(ckpt={"interval": "auto"})
     assert "checkpoints  as often as costs least" in saving and "expected loss" in saving
     assert "attached: http://127.0.0.1:8000/v1" in planned()

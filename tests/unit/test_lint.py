@@ -66,6 +66,20 @@ def test_roles_that_share_nodes_are_named_together_for_gpus_that_nobody_uses(mod
     assert [f.message.partition(" GPUs")[0] for f in found] == ["trainer and inference: 8"]
 
 
+def test_groups_of_engines_on_one_port_of_one_machine_are_named(model: Path) -> None:
+    """Else the run is refused when its supervisor starts them."""
+
+    def found(policy: int | None, judge: int) -> list[str | None]:
+        servers = {"num_replicas": 2, "server": {"port": policy} if policy else {}}
+        judges = {"model": str(model), "server": {"port": judge}}
+        change = {"inference": servers, "judge_inference": judges, "launch": "local"}
+        experiment = Experiment.model_validate(merged(good(model), change))
+        return [f.key for f in lint(experiment, SiteConfig(name="test")) if f.code == "PH327" and f.severity == "error"]
+
+    assert found(9000, 9001) == found(None, 8001) == ["judge_inference.server.port"]
+    assert found(9000, 9002) == found(9000, 0) == []
+
+
 def test_a_started_teacher_is_held_to_what_the_policys_engines_are(model: Path) -> None:
     """Every finding names the teacher's own key."""
     known = {"orchestrator": {**OPD, "teacher": {"model": str(model)}}}

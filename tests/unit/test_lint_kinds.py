@@ -47,7 +47,7 @@ KINDS = {
     ("sharing_rules", TRAINING): "shared_gpus sleeping",
     ("slurm_rules", EVERY): "placed renders partitions sizes resources handed_on values paths networks",
     ("container_rules", EVERY): "image paths packed_environment",
-    ("network_rules", EVERY): "port_ranges",
+    ("network_rules", EVERY): "port_ranges ports_of_one_machine",
     ("file_rules", EVERY): "without_internet before_a_purge",
     ("time_rules", EVERY): "limits warned_in_time coming_back",
     ("time_rules", TRAINING): "attempt_length",
@@ -64,7 +64,11 @@ def alone(kind: str, **change: Any) -> dict[str, Any]:
 
 def test_each_rule_is_for_the_kinds_that_are_stated() -> None:
     stated = {
-        f"{module}.{name}": (tuple(kinds.split()), module in OF_SLURM, module in OF_PODS or name == "networks")
+        f"{module}.{name}": (
+            tuple(kinds.split()),
+            module in OF_SLURM and name != "ports_of_one_machine",
+            module in OF_PODS or name == "networks",
+        )
         for (module, kinds), names in KINDS.items()
         for name in names.split()
     }

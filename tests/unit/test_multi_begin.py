@@ -1,4 +1,5 @@
-"""A run of many that cannot begin holds the others up for moments, and leaves nothing open; when their trainer ends."""
+"""A run of many that cannot begin, or has no room, holds no other up; it leaves nothing open; when their trainer
+ends."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
 from prime_hpc.trainer.multi import child_run, loop
 from prime_hpc.trainer.multi.child_run import READ_S, begin_child
 from prime_hpc.trainer.rank_group import RankGroup
@@ -69,3 +70,122 @@ def test_the_idle_time_begins_when_the_last_run_has_ended(monkeypatch: pytest.Mo
     assert multi._idle() is None
     now[0] += 2.0
     assert multi._idle().kind is loop.Kind.END
+
+
+class _Run:
+    """One of many, whose disk is full so many times, from the given step on."""
+
+    def __init__(self, name: str, full: dict[int, int]) -> None:
+        self.name, self.step, self.full, self.saved = name, 0, full, 0
+        self.trained: tuple[dict[str, float], float] | None = None
+        bus = SimpleNamespace(latest=lambda topic: None)
+        checkpointer = SimpleNamespace(has_ended=False)
+        self.trainer: Any = SimpleNamespace(
+            bus=bus,
+            paths=SimpleNamespace(root=Path(name)),
+            saver=SimpleNamespace(checkpointer=checkpointer, is_asked=False, room_s=None),
+            experiment=SimpleNamespace(trainer=SimpleNamespace(batch_timeout_s=60.0)),
+        )
+        self.num_samples = self.num_tokens = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.step >= 2
+
+    def next_batch(self) -> Any:
+        return SimpleNamespace(poll=lambda: 1.0, found_at=1.0, error=None)
+
+    def advance(self) -> None:
+        self.step += 1
+        self.trained = {"num_tokens": 8.0}, 0.0
+
+    def settle(self) -> dict[str, float]:
+        assert self.trained is not None
+        self._write()
+        metrics, self.trained = self.trained[0], None
+        return metrics
+
+    def save(self, *, is_last: bool) -> None:
+        self._write()
+        self.saved = self.step
+
+    def _write(self) -> None:
+        if self.full.get(self.step, 0) > 0:
+            self.full[self.step] -= 1
+            raise NoRoom("c: disk full")
+
+    def close(self, error: BaseException | None = None) -> str | None:
+        return None
+
+
+def _multi(monkeypatch: pytest.MonkeyPatch, runs: list[_Run], room_s: float) -> tuple[Any, list[float], list[str]]:
+    """A trainer of these runs, as far as its turns reach; the time; what became of each."""
+    now, ends = [0.0], list[str]()
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    multi: Any = object.__new__(loop.MultiTrainer)
+    multi._experiment = SimpleNamespace(supervisor=SimpleNamespace(write_timeout_s=room_s))
+    multi._rank, multi._bus, multi._leaving, multi._held = 0, SimpleNamespace(latest=lambda topic: None), [], {}
+    multi._children = {run.name: run for run in runs}
+    multi._watches = {run.name: loop._Watch(run.next_batch()) for run in runs}
+    multi._queue = loop.FairQueue(2)
+    for run in runs:
+        multi._queue.add(run.name)
+    multi._run_slots = SimpleNamespace(
+        look=lambda: [],
+        admit=lambda: None,
+        trained=lambda *_: None,
+        ended=lambda name, phase, reason: ends.append(f"{name} {phase} {reason}"),
+    )
+    multi._report, multi._idle = lambda *_: None, lambda: None
+    return multi, now, ends
+
+
+def _turns(multi: Any, now: list[float]) -> list[str]:
+    """Every turn until no run is left, a second each."""
+    turns = list[str]()
+    for _ in range(60):
+        command = multi._next_command()
+        if command is not None:
+            turns.append(f"{command.kind} {command.name}")
+            multi._execute(command)
+        now[0] += 1.0
+    return turns
+
+
+def test_a_run_for_which_there_is_no_room_lets_the_others_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    multi, now, ends = _multi(monkeypatch, [_Run("a", {2: 3}), _Run("b", {})], 600.0)
+    turns = _turns(multi, now)
+    assert ends == ["b done None", "a done None"] and not multi._children and not multi._held
+    tries = [turn for turn in turns if turn == "settle a"]
+    assert len(tries) == 3 and turns.index("train b") < turns.index("settle a")
+    assert turns.count("train a") == 2, "a step is trained once"
+
+
+def test_a_run_for_which_there_is_no_room_for_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    multi, now, ends = _multi(monkeypatch, [_Run("a", {1: 99}), _Run("b", {})], 0.0)
+    _turns(multi, now)
+    assert ends[0].startswith("a failed c: disk full; waited 0 s") and ends[1:] == ["b done None"]
+
+
+def test_a_run_that_has_to_leave_trains_no_further_while_its_checkpoint_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = [_Run("a", {1: 3}), _Run("b", {})]
+    runs[0].step = 1
+    multi, now, ends = _multi(monkeypatch, runs, 600.0)
+    multi._leaving = [loop.Leave("a", "stopped", "asked to", save=True)]
+    turns = _turns(multi, now)
+    assert turns.count("leave a") == 4 and "train a" not in turns and "train b" in turns[:4]
+    assert sorted(ends) == ["a stopped asked to", "b done None"] and runs[0].saved == 1
+
+
+def test_runs_of_a_trainer_that_ends_wait_for_room_when_all_others_have_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [_Run("a", {1: 1}), _Run("b", {})]
+    multi, _, _ = _multi(monkeypatch, runs, 5.0)
+    for run in runs:
+        run.step = 1
+    order = list[tuple[str, float | None]]()
+    for run in runs:
+        run.save = lambda *, is_last, run=run: (order.append((run.name, run.trainer.saver.room_s)), run._write())  # type: ignore
+    multi._end(loop.Command(loop.Kind.END, save=True))
+    assert order == [("a", None), ("b", None), ("a", 5.0)]

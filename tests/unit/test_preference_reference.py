@@ -146,13 +146,52 @@ def test_a_resumed_run_computes_what_it_will_train_from_there_on() -> None:
     def ahead(row: int, step: int, most: int, last_row: int | None = None) -> list[int]:
         at = SimpleNamespace(last_row=last_row, position=Position(row=row))
         data: Any = SimpleNamespace(_new_order=lambda: order, _stream=at, _most_steps=most, _new_stream=stream)
-        return [row for batch in RealData._rows_ahead(data, step) for row in batch.sample_ids[::2].tolist()]
+        references: Any = SimpleNamespace(note_all=lambda *_: None)
+        batches = RealData._rows_ahead(data, step, references, 1)
+        return [row for batch in batches for row in batch.sample_ids[::2].tolist()]
 
     places = [order.row_at(place) for place in range(20)]
     assert ahead(6, 2, 7) == places[6:16]
     assert ahead(0, 0, 99) == ahead(0, 0, 0, last_row=30) == places[:10]  # others need not be looked at
     assert ahead(5, 1, 99) == places[5:] and set(places[5:]) == set(range(10))
     assert ahead(7, 3, 0, last_row=12) == places[7:12] and ahead(4, 9, 9) == []
+
+
+def test_a_resumed_run_tokenises_nothing_ahead_that_was_looked_at(group: None, tmp_path: Path) -> None:
+    """Of millions of rows that takes hours; a file that was touched is looked at again."""
+    folder, file, rows = make_tiny_model(tmp_path / "model"), tmp_path / "reference.npz", tmp_path / "pairs.jsonl"
+    rows.write_text("{}")
+    looked: list[int] = []
+
+    class Stream:
+        last_row, position = 6, Position()
+        start = staticmethod(lambda position: left.extend(batches()))
+        next = staticmethod(lambda: SimpleNamespace(ranked=left.pop(0)) if left and not looked.append(1) else None)  # type: ignore
+
+    left: list[RankBatch] = []
+
+    def tokenised(row: int, stops_after: int = 99) -> int:
+        trainer: Any = Told(folder, stops_after)
+        data: Any = object.__new__(RealData)
+        data._recipe = SimpleNamespace(makes=RECIPE.makes, found=SimpleNamespace(files=[rows]))
+        data._rows, data._made_by, data._fingerprint, data._most_steps = rows_of(), 3, 5, 9
+        data._shape, data._ranks, data._stream = BatchShape(2, None, 64), RankGroup(), Stream()
+        data._new_order = lambda: RowOrder(6, seed=0, shuffle=False)
+        data._new_stream = lambda order, last_row: Stream()
+        data._stream.position = Position(row=row)
+        looked.clear()
+        left.clear()
+        references = References(file, folder)
+        fill(trainer, references, [data.references(references)])
+        return len(looked)
+
+    assert tokenised(2, stops_after=2) == 2
+    assert tokenised(2) == 3, "a pass that was interrupted has not seen all"
+    assert tokenised(2) == tokenised(4) == 0
+    assert tokenised(0) == 3, "before the place that was looked at first"
+    assert tokenised(0) == 0
+    rows.write_text("{ }")
+    assert tokenised(4) == 3
 
 
 def test_a_broken_file_is_made_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ test_report_page.py."""
 import json
 import math
 import re
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -367,3 +368,26 @@ def test_the_curves_of_the_page_are_metrics_that_are_written() -> None:
     named = re.findall(r'\["(trainer|orchestrator)", "([^"]+)",', script)
     assert len(named) > 40
     assert [f"{role}.{name}" for role, name in named if not is_known(f"{role}.{name}")] == []
+
+
+def test_of_copies_that_went_on_the_sums_count_each_attempt_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An archive beside the run that went on from it, and another one that did so too."""
+    whole = make_run(tmp_path / "whole", FOUR_LIVES[:2])
+    first, last = (whole / "attempts.jsonl").read_text().splitlines()
+    for name, attempts in {"archive": [first], "other": [first, json.dumps(json.loads(last) | {"pid": 9})]}.items():
+        shutil.copytree(whole, tmp_path / name)
+        (tmp_path / name / "attempts.jsonl").write_text("\n".join([*attempts, ""]))
+    page = tmp_path / "page.html"
+    named = (tmp_path / name for name in ("archive", "whole", "other"))
+    code, _, _ = report(capsys, *named, "--output", page)
+    runs = {run["name"]: run for run in data_of(page)["runs"]}
+    assert code == 0 and list(runs) == ["archive", "whole", "other"], "as they were named"
+    assert runs["archive"]["copy_of"] == "other" or runs["archive"]["copy_of"] == "whole"
+    assert runs["whole"]["copy_of"] is None and runs["whole"]["sums"] is None
+    sums, both = runs["other"]["sums"], runs["other"]["figures"]
+    assert (sums["figures"]["attempts"], both["attempts"]) == (1.0, 2.0)
+    (row,) = runs["other"]["accounting"]["rows"][1:]
+    assert sums["figures"]["hours"] == pytest.approx(row["wall"] / 3600) and sums["total"]["wall"] == row["wall"]
+    assert any("went on from a copy of whole" in note for note in runs["other"]["notes"])

@@ -16,8 +16,10 @@ from loguru import logger
 
 from prime_hpc.orchestrator.batching.batch_writer import BatchContent, BatchWriter
 from prime_hpc.runtime import activity
+from prime_hpc.store.artifact import ArtifactExists, ArtifactWriter
+from prime_hpc.store.attempts import Ended
 from prime_hpc.store.batch.rank_files import read_rank_batch
-from prime_hpc.store.errors import NoRoom, StoreError
+from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
 from prime_hpc.store.io import files, room
 from prime_hpc.store.io.disk import disk_error
 from prime_hpc.store.io.retry_reads import Patience
@@ -28,7 +30,7 @@ from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor.attempt import start
 from prime_hpc.supervisor.server_loads import doing
 from prime_hpc.supervisor.stalls.diagnose import diagnose
-from prime_hpc.trainer.rank_group import RankGroup
+from prime_hpc.trainer.rank_group import RankGroup, _said
 from prime_hpc.trainer.until_room import until_room
 from tests.unit.test_store_batches import assert_equal, make_rank
 
@@ -140,6 +142,22 @@ def test_ranks_that_lack_room_say_so_alike() -> None:
     assert not isinstance(other.value, NoRoom)  # nobody knows what was half done
 
 
+@pytest.mark.parametrize("first", ["full", "broken"])
+def test_ranks_of_which_one_lacks_room_and_one_meets_an_error_that_passes_wait(first: str) -> None:
+    """Whichever of them is told first."""
+    full, broken = NoRoom("a: disk full", 7), Unreadable("b", "Input/output error", errno.EIO)
+    ranks: Any = RankGroup()
+    errors: list[Exception] = [full, broken] if first == "full" else [broken, full]
+    ranks.gather_all = lambda said: [_said(error) for error in errors]
+    with pytest.raises(NoRoom, match="disk full") as caught:
+        ranks.on_all(lambda: None)
+    assert caught.value.needs == 7
+    errors.append(ValueError("odd"))
+    with pytest.raises(StoreError, match="ValueError: odd") as other:
+        ranks.on_all(lambda: None)
+    assert not isinstance(other.value, NoRoom | Unreadable)
+
+
 def test_all_ranks_write_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: dict[str, str]) -> None:
     monkeypatch.setattr(room, "FIRST_PAUSE_S", 0.01)
     tries: list[int] = []
@@ -153,6 +171,50 @@ def test_all_ranks_write_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert until_room(write, RankGroup(), RoomWait("a version", tmp_path, 60.0)) == "written" and len(tries) == 4
     with pytest.raises(NoRoom, match="waited 0 s"):
         until_room(lambda: (_ for _ in ()).throw(NoRoom("full")), RankGroup(), RoomWait("a version", tmp_path, 0.0))
+
+
+def test_a_version_is_given_up_when_the_attempt_is_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: dict[str, str], said: list[str]
+) -> None:
+    """Then what else there is, as the checkpoint, can be saved in the time that is left."""
+    looks, slept = [False, False, True, True, True], list[float]()
+    monkeypatch.setattr("prime_hpc.trainer.until_room.time.sleep", slept.append)
+    monkeypatch.setattr("prime_hpc.trainer.until_room.LOOK_S", 0.01)
+    wait = RoomWait("weights version 3", tmp_path, 3600.0)
+    full = lambda: (_ for _ in ()).throw(NoRoom("a: disk full"))  # noqa: E731
+    assert until_room(full, RankGroup(), wait, lambda: looks.pop(0)) is None
+    assert slept == [0.01] * 2 and blocked == {"weights version 3": ""}
+    assert "weights version 3 is not written: the attempt is to end" in said[-1]
+
+
+def test_a_supervisor_that_meets_a_full_disk_ends_with_its_code(tmp_path: Path) -> None:
+    full = Ended.by_itself(OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "logs")))
+    assert full.code == 74 and re.search(r"logs: disk full \([\d,.]+ MiB free\): free space", full.cause)
+    assert Ended.by_itself(NoRoom("attempts.jsonl: disk full")).code == 74
+    assert Ended.by_itself(OSError(errno.EAGAIN, "no more processes")).code == 1
+
+
+def test_what_got_its_name_before_the_file_system_failed_is_written_again_in_any_form(tmp_path: Path) -> None:
+    """As a weight version, of which only changes were written, is whole after a failure."""
+    paths = RunPaths(tmp_path)
+    final = paths.weights_step(1)
+
+    def write(content: bytes) -> None:
+        with ArtifactWriter(final, kind="weights", writer="trainer", incarnation=1) as writer:
+            writer.write("model", [content])
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == "fsync" and path == final.parent and final.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    claim_incarnation(paths)
+    with files.observe_operations(fail), pytest.raises(StoreError, match="I/O error"):
+        write(b"changes")
+    for _ in range(2):
+        write(b"whole")
+        assert (final / "model").read_bytes() == b"whole" and files.list_dir(paths.weights) == ["step_000001"]
+    with pytest.raises(ArtifactExists):
+        write(b"other")
 
 
 def test_the_start_of_an_attempt_waits_for_room_as_for_what_it_reads(tmp_path: Path) -> None:

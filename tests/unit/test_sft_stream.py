@@ -352,7 +352,10 @@ def test_while_rows_are_counted_no_step_stands_still(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sft, "build_data", lambda trainer: data)
     for num_steps, expected in ((None, [True, "count", {"idle": False}, "finish"]), (3, [False, "count", "finish"])):
         told.clear()
-        experiment = SimpleNamespace(kind="sft", num_steps=num_steps, sft=SimpleNamespace(eval=None, preference=None))
+        section = SimpleNamespace(eval=None, preference=None, save_interval=None, bench=False)
+        experiment = SimpleNamespace(
+            kind="sft", num_steps=num_steps, sft=section, orchestrator=section, trainer=section
+        )
         trainer = SimpleNamespace(
             resume=lambda: (3, {}), status=status, experiment=experiment, world_size=1, last_step=3, finish_saves=ends
         )

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from http.server import HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
+from aiohttp.helpers import get_env_proxy_for_url
+from yarl import URL
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.inference.main import _bind
@@ -242,6 +245,20 @@ def test_a_proxy_is_not_asked_for_ones_own_machine() -> None:
     assert past_proxies({"PATH": "/bin"}) == {}
     told = past_proxies({"https_proxy": "http://proxy:3128", "NO_PROXY": "example.org"})
     assert told["no_proxy"] == told["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1"
+
+
+def test_ipv6_hosts_are_past_a_proxy_for_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With brackets httpx raises, and so does each client of a model that is made of it."""
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "http://proxy:3128" if name == "http_proxy" else "[::1], [fd00::7]:8000")
+    for name, words in past_proxies(os.environ, "fd00::5").items():
+        monkeypatch.setenv(name, words)
+    client, url = httpx.Client(), "http://[{}]:8000/v1"
+    for host in ("fd00::5", "fd00::7", "::1"):
+        assert client._transport_for_url(httpx.URL(url.format(host))) is client._transport
+        with pytest.raises(LookupError):
+            get_env_proxy_for_url(URL(url.format(host)))
+    assert client._transport_for_url(httpx.URL(url.format("fd00::6"))) is not client._transport
 
 
 def test_a_servers_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

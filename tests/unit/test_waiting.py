@@ -134,6 +134,20 @@ def test_of_several_partitions_one_that_takes_it_is_enough(answers: Path) -> Non
     assert limit_of(JobInfo("10", "PENDING", "PartitionNodeLimit"), asked=hash(answers)) is None
 
 
+def test_a_partition_that_allows_what_is_asked_for_only_lacks_nodes_now(answers: Path) -> None:
+    """Slurm gives the reason of a limit also where nodes that the job needs are down: it starts when they are back."""
+    (answers / "job").write_text(JOB.format(account="root", qos="grp", reason="PartitionNodeLimit"))
+    job = JobInfo("10", "PENDING", "PartitionNodeLimit")
+    partition = PARTITION.replace("MaxTime=00:05:00", "MaxTime=01:00:00")
+    (answers / "partition").write_text(partition.replace("MaxNodes=1", "MaxNodes=2"))
+    assert limit_of(job, asked=1.0) is None and not job.cannot_start and "are down" in hint(job)
+    (answers / "partition").write_text(
+        partition.replace("MaxNodes=1", "MaxNodes=8").replace("MinNodes=0", "MinNodes=4")
+    )
+    limit = limit_of(job, asked=2.0)
+    assert limit is not None and limit.is_for_ever and "nodes: 4 at least, and it asks for 2" in limit.words
+
+
 @pytest.mark.parametrize(
     ("reason", "words"),
     [

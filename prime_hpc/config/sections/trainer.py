@@ -220,8 +220,12 @@ class LossConfig(Section):
             raise ValueError(f"clip_low ({self.clip_low:g}) cannot exceed 1: ratios and probabilities end at 0")
         if self.correction is not None and objective.imitates:
             raise ValueError(f"trainer.loss.type = {self.type} has no importance ratio: leave correction out")
-        if not all(0 <= value < math.inf for value in (*self.gamma_pos, *self.gamma_neg)):
-            raise ValueError("gamma_pos and gamma_neg must be finite and not negative, or the weight is without bound")
+        for key, (c1, c2) in (("gamma_pos", self.gamma_pos), ("gamma_neg", self.gamma_neg)):
+            if not 0 <= c1 < math.inf or not 0 <= c2 < math.inf or (c1 and not c2):
+                raise ValueError(
+                    f"{key} = ({c1:g}, {c2:g}): both must be finite and not negative, and c2 above 0 where c1 is, or "
+                    "the weight is without bound"
+                )
         if self.off_policy_mask is not None and objective.imitates:
             raise ValueError(f"trainer.loss.type = {self.type} looks at no advantage: leave off_policy_mask out")
         return self

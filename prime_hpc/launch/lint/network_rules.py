@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS
+from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, engine_roles, first_port, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.slurm.placement import Placement, stated_port
@@ -75,6 +75,20 @@ def port_ranges(subject: Subject) -> Iterator[Finding]:
                 f"{port} lies outside {where} = {within}",
                 "leave it out, and one of the range is found",
             )
+
+
+@rule(*EVERY)
+def ports_of_one_machine(subject: Subject) -> Iterator[Finding]:
+    """Report groups of engines that would listen on one port of this machine; a placement refuses its own."""
+    taken: dict[int, str] = {}
+    for role in engine_roles(subject.experiment) if not subject.is_slurm else ():
+        servers, key = servers_of(subject.experiment, role), f"{SECTIONS[role]}.server.port"
+        first = first_port(subject.experiment, servers)
+        for port in range(first, first + servers.num_replicas) if first else ():
+            if (other := taken.setdefault(port, SECTIONS[role])) != SECTIONS[role]:
+                what = f"{port}: a server of {other} listens on it as well"
+                yield Finding.error("PH327", key, what, "leave it out, and a free one is found")
+                break
 
 
 def _most_on_a_node(placement: Placement) -> int:

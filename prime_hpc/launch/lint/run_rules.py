@@ -224,8 +224,19 @@ def learning(subject: Subject) -> Iterator[Finding]:
 
 @rule("rl")
 def curriculum(subject: Subject) -> Iterator[Finding]:
-    """Pools that do nothing, or that a task cannot leave."""
-    sampler, key = subject.experiment.orchestrator.curriculum.sampler, "orchestrator.curriculum.sampler"
+    """Pools that do nothing, or that a task cannot leave; a gate that rejects what the algorithm learns from."""
+    orchestrator, key = subject.experiment.orchestrator, "orchestrator.curriculum.sampler"
+    each = [orchestrator.advantage_of(i).type for i in range(len(orchestrator.env))] or [orchestrator.advantage.type]
+    for i, gate in enumerate(orchestrator.curriculum.gates):
+        if gate.type == "advantage_range" and "gdpo" in each:
+            yield Finding.warning(
+                "PH208",
+                f"orchestrator.curriculum.gates.{i}",
+                "advantage_range looks at the sum of the rewards: it rejects groups whose rewards add up to the same, "
+                "though gdpo has a signal where single functions differ",
+                "leave it out; groups without any signal are told by orchestrator.advantage.zero",
+            )
+    sampler = orchestrator.curriculum.sampler
     if sampler.type != "difficulty_pool":
         return
     if sampler.easy_probability == 1 and sampler.hard_probability == 1:

@@ -48,11 +48,11 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> "Plan":
     return Plan(experiment, site, placement, choose_layout(experiment, site)[1], how, micro_batch)
 
 
-def local_plan(experiment: Experiment) -> "Plan":
-    """Return the same of a job on this machine."""
+def local_plan(experiment: Experiment, *, in_foreground: bool = False) -> "Plan":
+    """Return the same of a job on this machine, or of the command itself there."""
     experiment, micro_batch = with_micro_batch(experiment.model_copy(update={"launch": "local"}), None)
     placement, why = place_here(experiment)
-    return Plan(experiment, load_site(experiment.slurm.site), placement, why, "off", micro_batch)
+    return Plan(experiment, load_site(experiment.slurm.site), placement, why, "off", micro_batch, in_foreground)
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Plan:
     """It comes back so."""
     micro_batch: MicroBatch | None
     """None: it is stated, or nothing is known to choose it by."""
+    in_foreground: bool = False
+    """No job: the command that starts it runs it."""
 
     @property
     def is_here(self) -> bool:
@@ -144,10 +146,11 @@ class Plan:
     def paths(self) -> dict[str, str | None]:
         """Of the run directory, the script of the job, its log, the checkpoints."""
         run_dir = self.experiment.run_dir.resolve()
+        log = "supervisor.log" if self.in_foreground else "submitit" if self.is_here else "slurm-<job id>.out"
         return {
             "run": str(run_dir),
             "script": None if self.is_here else str(run_dir / JOB_SBATCH),
-            "log": str(run_dir / "logs" / ("submitit" if self.is_here else "slurm-<job id>.out")),
+            "log": str(run_dir / "logs" / log),
             "checkpoints": _checkpoint_folder(self.experiment, run_dir),
         }
 

@@ -23,6 +23,7 @@ def plan_text(plan: Plan) -> str:
     params = plan.facts.num_params if plan.facts else None
     counted = f", {_count(params)} parameters" if params else ""
     started = launcher() if plan.is_here else f"Slurm job {job_name(experiment)!r}, site profile {plan.site.name}"
+    started = "in the foreground, on this machine" if plan.in_foreground else started
     many = is_parent(experiment)
     lines = [
         f"experiment   {experiment.name} ({experiment.kind})",

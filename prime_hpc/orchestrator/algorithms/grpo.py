@@ -4,6 +4,8 @@ grpo (DeepSeekMath, arXiv 2402.03300, section 4.1.2, outcome supervision), std o
 
     A_i = (r_i - mean(r)) / (std(r) + eps)
 
+TRL and verl take the sample's, ddof = 1: their advantages are sqrt((G - 1) / G) times these in groups of G.
+
 dr_grpo, also called grpo_no_std (arXiv 2503.20783, section 3.2): A_i = r_i - mean(r). Without the division, questions
 whose rewards hardly differ do not get the weight of those that differ much.
 

@@ -72,12 +72,13 @@ P.parallel = function (axes, onPick) {
   return svg;
 };
 /* The sum over all runs: hours and attempts are added; the effective share is that of all their time together. Runs that
-   share the trainer of another one are part of that one's; a copy of a run is that run. */
+   share the trainer of another one are part of that one's; a copy of a run is that run, and of one that went on what is
+   new counts (`sums`). */
 P.totalOf = function (name) {
   const runs = P.data.runs.filter(function (run) { return !run.parent && !run.copy_of; }), sum = function (of) { return runs.reduce(function (all, run) { return all + (of(run) || 0); }, 0); };
-  if (/^hours|-hours( |$)|^attempts$/.test(name)) return sum(function (run) { return run.figures[name]; });
+  if (/^hours|-hours( |$)|^attempts$/.test(name)) return sum(function (run) { return (run.sums || run).figures[name]; });
   if (name !== "effective training time") return null;
-  const total = function (of) { return sum(function (run) { return of(run.accounting.total); }); };
+  const total = function (of) { return sum(function (run) { return of((run.sums || run.accounting).total); }); };
   const all = total(function (t) { return t.wall + t.waited; });
   return all > 0 ? total(function (t) { return t.trainer.train; }) / all : null;
 };

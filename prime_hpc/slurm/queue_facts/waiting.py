@@ -25,6 +25,10 @@ _HINTS = (
     (r"ReqNodeNotAvail.*UnavailableNodes.*", "these are down or drained; it waits for them"),
     (r"Partition(Down|Inactive)", "the site has closed the partition: it waits until that is open, or name another"),
     (
+        r"Partition(Node|Time)Limit",
+        "more than a partition of its allows now, or fewer nodes, or nodes that it asks for are down",
+    ),
+    (
         r"(Assoc|QOS)Grp[A-Za-z]+(?<!Run)Minutes(Limit)?|QOSUsageThreshold",
         "the hours that the site granted are used up, or would be: its staff can add some; else another slurm.account, "
         "or a shorter slurm.time",
@@ -104,7 +108,10 @@ def _beyond(partition: str, job: ShownJob) -> Limit | None:
     """Return the limit of a partition that a job exceeds."""
     shown = run_slurm(["scontrol", "show", "partition", "--oneliner", partition], ASK_TIMEOUT_S)
     nodes, limit_s = field(shown, "MaxNodes"), parse_duration(field(shown, "MaxTime"))
-    if nodes.isdigit() and job.num_nodes > int(nodes):
+    least = field(shown, "MinNodes")
+    if least.isdigit() and job.num_nodes < int(least):
+        words, fewer = f"nodes: {least} at least, and it asks for {job.num_nodes}", f"more {_KEYS['node']}"
+    elif nodes.isdigit() and job.num_nodes > int(nodes):
         words, fewer = f"nodes: {nodes} at most, and it asks for {job.num_nodes}", f"fewer {_KEYS['node']}"
     elif limit_s is not None and limit_s < (parse_duration(job.time_limit) or 0.0):
         words, fewer = (

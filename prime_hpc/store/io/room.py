@@ -78,6 +78,12 @@ class RoomWait:
             logger.info(f"{self._what} could be written after {self._clock() - self._began:.0f} s")
             self._end()
 
+    def give_up(self, why: str) -> None:
+        """Note that nobody waits for it any more."""
+        if self._began is not None:
+            logger.warning(f"{self._what} is not written: {why}")
+            self._end()
+
     def _end(self) -> None:
         self._began = None
         activity.blocked(self._what, "")

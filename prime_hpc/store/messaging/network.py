@@ -117,15 +117,15 @@ def past_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
     """Return `no_proxy` variables where a proxy is named: no program of a run may ask it for its own machine, nor for
     `hosts`.
 
-    Calls between the run's own processes never ask it.
+    Calls between the run's own processes never ask it. IPv6 addresses go without brackets: httpx, which most clients
+    of models are made of, raises for one with them, and aiohttp and requests do not know it.
     """
     if not any(environ.get(name.lower()) or environ.get(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")):
         return {}
     named = ",".join(environ.get(name, "") for name in ("no_proxy", "NO_PROXY"))
-    words = dict.fromkeys(
-        word.strip() for word in [*named.split(","), "localhost", "127.0.0.1", "::1", *hosts] if word.strip()
-    )
-    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(words))
+    words = [word.strip() for word in [*named.split(","), "localhost", "127.0.0.1", "::1", *hosts]]
+    bare = [word[1:].partition("]")[0] if word.startswith("[") else word for word in words]
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(filter(None, bare))))
 
 
 def route_to(host: str) -> Place | None:

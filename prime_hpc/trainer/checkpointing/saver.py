@@ -46,7 +46,7 @@ class Saver:
         max_steps: int,
         schedule: SaveSchedule | None = None,
         slow_ranks: SlowRanks | None = None,
-        room_s: float = 0.0,
+        room_s: float | None = 0.0,
     ) -> None:
         """Args:
         bus: requests come and answers go over it.
@@ -54,7 +54,7 @@ class Saver:
         max_steps: the last step is always saved.
         schedule: of `ckpt.interval = auto`, on rank 0.
         slow_ranks: hears what each save took.
-        room_s: longest that the last save waits for room, `supervisor.write_timeout_s`.
+        room_s: longest that the last save waits for room, `supervisor.write_timeout_s`; None: it raises at once.
         """
         self.checkpointer = checkpointer
         self.saved_step: int | None = None
@@ -62,7 +62,7 @@ class Saver:
         self._paths, self._bus = paths, bus
         self._ranks = RankGroup()
         self._config, self.max_steps, self._schedule = config, max_steps, schedule
-        self._slow_ranks, self._room_s = slow_ranks, room_s
+        self._slow_ranks, self.room_s = slow_ranks, room_s
         self._newest: int | None = None
         """Step of the newest save, whatever became of it."""
         self._again_at: float | None = None
@@ -129,13 +129,14 @@ class Saver:
             NoRoom: there was none for the last one until the deadline.
             StoreError: this save, or one that was still in flight, failed.
         """
-        if is_last or step == self.max_steps:
-            where = self._paths.checkpoint_step(step)
-            wait = RoomWait(f"the checkpoint of step {step}", where, self._room_s)
+        if not is_last and step != self.max_steps:
+            with self._put_off():
+                self._begin(step, progress, batch_dir)
+        elif self.room_s is None:
+            self._save_last(step, progress, batch_dir)
+        else:
+            wait = RoomWait(f"the checkpoint of step {step}", self._paths.checkpoint_step(step), self.room_s)
             until_room(lambda: self._save_last(step, progress, batch_dir), self._ranks, wait)
-            return
-        with self._put_off():
-            self._begin(step, progress, batch_dir)
 
     def _save_last(self, step: int, progress: dict[str, int], batch_dir: Path | None) -> None:
         try:

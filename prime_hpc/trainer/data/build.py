@@ -27,7 +27,7 @@ from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
 from prime_hpc.trainer.data.reference import References, attach
 from prime_hpc.trainer.data.samples import RowCounts
-from prime_hpc.trainer.data.sources import Chain, Rows, by_all_columns, fingerprint_of, former_fingerprint
+from prime_hpc.trainer.data.sources import Chain, Rows, by_all_columns, fingerprint_of, former_fingerprint, version_of
 from prime_hpc.trainer.data.stream import BatchShape, MixedOrder, Position, RowOrder, SampleStream
 from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
 from prime_hpc.trainer.rank_group import RankGroup
@@ -128,11 +128,16 @@ class RealData:
 
     def references(self, references: References, step: int = 0) -> tuple[NDArray[np.float64], Iterator[RankBatch]]:
         """Have batches of pairs carry the reference's sums; returns their table and, to compute what it lacks, the
-        batches of all rows that will be trained after `step`, from where `start` has put the stream."""
+        batches of all rows that will be trained after `step`, from where `start` has put the stream. Collective."""
         self._sums = references.table(self._recipe, self._rows, self._made_by)
-        return self._sums, self._rows_ahead(step)
+        end = self._stream.last_row or self._most_steps  # as of the run that has looked at all up to there
+        looks = [version_of(path) for path in self._recipe.found.files]
+        own = fingerprint_of(self._fingerprint, self._made_by, *self._recipe.makes, self._shape, end, *looks)
+        mark = self._ranks.broadcast(own)  # clocks of nodes differ, and so may what they say of a file
+        is_known = references.has_all(mark, self._stream.position.row)
+        return self._sums, iter(()) if is_known else self._rows_ahead(step, references, mark)
 
-    def _rows_ahead(self, step: int) -> Iterator[RankBatch]:
+    def _rows_ahead(self, step: int, references: References, mark: int) -> Iterator[RankBatch]:
         order, last_row, position = self._new_order(), self._stream.last_row, self._stream.position
         most = None if last_row is not None else max(0, self._most_steps - step)
         if not isinstance(order, MixedOrder):  # whose next epoch holds other rows than one that was whole
@@ -142,8 +147,9 @@ class RealData:
         stream.start(position)
         for _ in itertools.count() if most is None else range(most):
             if (batch := stream.next()) is None:
-                return
+                break
             yield batch.ranked
+        references.note_all(mark, position.row)
 
     def _new_stream(self, order: RowOrder, last_row: int | None) -> SampleStream:
         share, num_shares = self._part

@@ -8,6 +8,7 @@ does not hold yet (a pass that was interrupted, a run that is made longer, a row
 before a checkpoint is loaded, while the policy has those weights still; under an adapter the adapter is left out.
 """
 
+import sys
 import time
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -54,6 +55,8 @@ class References:
         """
         self._file, self._weights = file, weights_fingerprint(model)
         self._tables: dict[str, NDArray[np.float64]] = {}
+        self.is_changed = False
+        """Something was noted that `write` has not kept."""
         try:
             with np.load(file) as kept:
                 self._tables = dict(kept)
@@ -67,6 +70,15 @@ class References:
         `made_by`: fingerprint of tokenizer and template."""
         key = fingerprint_of(rows.fingerprint, made_by, *recipe.makes, self._weights)
         return self._tables.setdefault(f"{key:016x}", np.full((rows.num_rows, 3), np.nan))
+
+    def has_all(self, mark: int, row: int) -> bool:
+        """Return whether all that comes from a place in the stream of rows on is known, and so need not be tokenised to
+        be compared. `mark`: of the stream, its end and its files."""
+        return int(self._tables.get(f"read-{mark:016x}", np.array(sys.maxsize))) <= row
+
+    def note_all(self, mark: int, row: int) -> None:
+        """Note that it is, see `has_all`."""
+        self._tables[f"read-{mark:016x}"], self.is_changed = np.array(row, np.float64), True
 
     def write(self) -> None:
         """Keep it. Raises StoreError: the disk is full, not writable or broken."""
@@ -131,7 +143,7 @@ def fill(
             trainer.status.ready(step=0, world_size=trainer.world_size, idle=True)  # also where all is known, and read
             logger.info(f"{np.count_nonzero(~np.isnan(table[:, 0])):,} of {len(table):,} rows have theirs")
             told = now
-    if is_new:
+    if is_new or references.is_changed:
         ranks.from_first(references.write, OF_FILES)
     return goes_on
 

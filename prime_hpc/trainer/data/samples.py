@@ -173,12 +173,8 @@ class RowTokenizer:
         several = (min(1, a + b) for a, b in zip(*(count.values() for count in counts), strict=True))
         total, sides = RowCounts(*several), [side for result in results for side in result.samples]
         if len(sides) < len(results):
-            if total.truncated and total.untrained:
-                raise SFTDataError(
-                    f"the prompt alone has seq_len = {self._seq_len} tokens: truncated, nothing is left of a reply; "
-                    "raise it, or set sft.data.overlong = drop"
-                )
-            return RowResult([], total if total.overlong else RowCounts(rows=1, untrained=1))
+            kept = total if total.overlong else RowCounts(rows=1, truncated=total.truncated, untrained=1)
+            return RowResult([], kept)
         if np.array_equal(sides[0].token_ids, sides[1].token_ids):
             if not total.truncated:
                 raise SFTDataError(f"both sides are the same tokens: {self._tokenizer.name} shows no difference")

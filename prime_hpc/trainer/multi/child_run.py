@@ -59,6 +59,10 @@ class Child:
     """Steps done."""
     num_samples: int
     num_tokens: int
+    trained: tuple[dict[str, float], float] | None = None
+    """Metrics of a step, and when it began, whose version or checkpoint is not written yet."""
+    published: int = 0
+    """Step whose version it was that this attempt published last."""
 
     @property
     def is_done(self) -> bool:
@@ -89,8 +93,8 @@ class Child:
             else 0,  # a first attempt also takes another run's that were put there before it began
         )
 
-    def advance(self) -> dict[str, float]:
-        """Train on the next batch, publish, save where it is due; returns the step's metrics, with its times.
+    def advance(self) -> None:
+        """Train on the next batch; `settle` comes next.
         Raises StepRefused, StoreError: on all ranks alike; this run cannot go on."""
         trainer, step, started = self.trainer, self.step + 1, time.perf_counter()
         batch = self._on_all(lambda: self._read(step))
@@ -101,11 +105,25 @@ class Child:
         self.step = step
         self.num_samples += int(metrics["num_sequences"])
         self.num_tokens += int(metrics["num_tokens"])
+        self.trained = metrics, started
+
+    def settle(self) -> dict[str, float]:
+        """Publish what the last step has made, save where it is due; returns the step's metrics, with its times.
+
+        Raises:
+            NoRoom, Unreadable: it cannot be written now; to be called again.
+            StoreError: as of `advance`.
+        """
+        assert self.trained is not None
+        trainer, step, (metrics, started) = self.trainer, self.step, self.trained
         self._on_all(self._still_there)
-        self._on_all(lambda: trainer.publish(step))
-        trainer.bus.publish("consumed", step=step)
+        if self.published != step:
+            self._on_all(lambda: trainer.publish(step))
+            self.published = step
+            trainer.bus.publish("consumed", step=step)
         if trainer.save_is_due(step):
             self.save()
+        self.trained = None
         self._on_all(lambda: trainer.prune_rollouts(step))
         return self._on_all(lambda: trainer.report(step, metrics, started))
 

@@ -4,7 +4,8 @@
 
 A turn is one command, broadcast from rank 0 (`Command`); micro-batches of two runs are never mixed, and no tensor of a
 run is touched in another's turn. What goes wrong with one run (its files, its config, a refused step, the death of its
-orchestrator, its deadline) ends that run, its slot is free, and the next turn follows.
+orchestrator, its deadline) ends that run, its slot is free, and the next turn follows. One for whose version or last
+checkpoint there is no room tries again now and then, in a turn of its own.
 """
 
 import time
@@ -23,8 +24,9 @@ from prime_hpc.runtime import activity
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.child_runs import ChildState, write_state
-from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
 from prime_hpc.store.io.files import VISIBLE_S
+from prime_hpc.store.io.room import RoomWait
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import ArtifactWatch
@@ -54,6 +56,8 @@ class Kind(StrEnum):
     WAIT = "wait"
     ADMIT = "admit"
     TRAIN = "train"
+    SETTLE = "settle"
+    """A version or a checkpoint is written, for which there was no room."""
     SAVE = "save"
     WAIT_FOR_SAVE = "wait_for_save"
     """A save in the background has ended."""
@@ -92,6 +96,15 @@ class _Watch:
         return error
 
 
+@dataclass
+class _Held:
+    """Rank 0: what a run tries again, while the others train: there was no room for it."""
+
+    wait: RoomWait
+    command: Command
+    at: float = 0.0
+
+
 class MultiTrainer:
     """One rank's life with many runs."""
 
@@ -105,6 +118,7 @@ class MultiTrainer:
         self._rank, self._paths = dist.get_rank(), RunPaths(context.run_dir)
         self._children: dict[str, Child] = {}
         self._watches: dict[str, _Watch] = {}
+        self._held: dict[str, _Held] = {}
         self._leaving: list[Leave] = []
         self._queue = FairQueue(num_slots)
         self._run_slots: RunSlots | None = None
@@ -155,15 +169,18 @@ class MultiTrainer:
         for name, child in self._children.items():
             if child.trainer.saver.checkpointer.has_ended:
                 return Command(Kind.WAIT_FOR_SAVE, name)
-            if child.trainer.saver.is_asked:
+            if child.trainer.saver.is_asked and name not in self._held:
                 child.trainer.saver.take_up()
                 return Command(Kind.SAVE, name)
         self._leaving += self._run_slots.look()
-        self._leaving += [leave for leave in map(self._trouble, self._children) if leave is not None]
+        self._leaving += [leave for leave in map(self._trouble, self._watches) if leave is not None]
         while self._leaving:
             leave = self._leaving.pop(0)
             if leave.name in self._children:
                 return Command(Kind.LEAVE, leave.name, leave=leave)
+        for held in self._held.values():
+            if time.monotonic() >= held.at:
+                return held.command
         admission = self._run_slots.admit()
         if admission is not None:
             return Command(Kind.ADMIT, admission.name, admission=admission)
@@ -221,6 +238,8 @@ class MultiTrainer:
                 self._admit(command)
             elif command.kind is Kind.TRAIN:
                 self._train(command.name)
+            elif command.kind is Kind.SETTLE:
+                self._settle(command.name)
             elif command.kind is Kind.SAVE:
                 self._children[command.name].save()
             elif command.kind is Kind.WAIT_FOR_SAVE:
@@ -228,10 +247,31 @@ class MultiTrainer:
             elif command.leave is not None:
                 self._leave(command.leave)
         except ENDS_A_RUN as error:
-            self._failed(command.name, error)
+            if not self._is_put_off(command, error):
+                self._failed(command.name, error)
         except Exception as error:
             self._mark_failed(command.name, error)
             raise
+
+    def _is_put_off(self, command: Command, error: StepRefused | StoreError) -> bool:
+        """Return whether what failed is tried again, in a turn of its own: there was no room for what a run writes."""
+        child = self._children.get(command.name)
+        if child is None or not isinstance(error, NoRoom | Unreadable):
+            return False
+        if command.kind is not Kind.LEAVE and child.trained is None:
+            return False
+        if self._rank == 0:
+            what = f"{child.name}: what step {child.step} has made"
+            wait = RoomWait(what, child.trainer.paths.root, self._experiment.supervisor.write_timeout_s)
+            self._watches.pop(child.name, None)  # it trains no further meanwhile
+            held = self._held.setdefault(child.name, _Held(wait, command))
+            held.command = command if command.kind is Kind.LEAVE else Command(Kind.SETTLE, child.name)
+            try:
+                held.at = time.monotonic() + held.wait.next_pause(error)
+            except NoRoom as over:
+                del self._held[child.name]
+                self._leaving.append(Leave(child.name, "failed", str(over)))
+        return True
 
     def _admit(self, command: Command) -> None:
         assert command.admission is not None
@@ -246,16 +286,29 @@ class MultiTrainer:
 
     def _train(self, name: str) -> None:
         child = self._children[name]
-        started = time.perf_counter()
-        metrics = child.advance()
+        child.advance()
+        assert child.trained is not None
         if self._run_slots is not None:
             ready = {n for n, w in self._watches.items() if w.batch.poll() is not None}
-            self._queue.trained(name, metrics["num_tokens"], ready)
+            self._queue.trained(name, child.trained[0]["num_tokens"], ready)
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        child = self._children[name]
+        assert child.trained is not None
+        started, metrics = child.trained[1], child.settle()
+        self._was_written(name)
+        if self._run_slots is not None:
             self._watches[name] = _Watch(child.next_batch())
             self._run_slots.trained(name, child.step, child.num_samples, child.num_tokens)
             self._report(child, metrics, started)
         if child.is_done:
             self._close(name, "done", None)
+
+    def _was_written(self, name: str) -> None:
+        """On rank 0: there was room for what a run was held for, if it was."""
+        if (held := self._held.pop(name, None)) is not None:
+            held.wait.over()
 
     def _report(self, child: Child, metrics: dict[str, float], started: float) -> None:
         """Log a row among the parent's own metrics: the trainer's share of time, and whose step it was."""
@@ -274,12 +327,13 @@ class MultiTrainer:
     def _leave(self, leave: Leave) -> None:
         if leave.save:
             self._children[leave.name].save(is_last=True)
+            self._was_written(leave.name)
         self._close(leave.name, leave.phase, leave.reason)
 
     def _failed(self, name: str, error: BaseException) -> None:
         if name in self._children:
             self._close(name, "failed", str(error), error)
-        elif self._run_slots is not None and isinstance(error, Unreadable):
+        elif self._run_slots is not None and isinstance(error, NoRoom | Unreadable):
             self._run_slots.put_back(name, str(error))
         elif self._run_slots is not None:  # it could not even begin
             self._run_slots.ended(name, "failed", str(error))
@@ -291,6 +345,8 @@ class MultiTrainer:
             phase, reason = "failed", "; ".join(filter(None, [reason, trouble]))
         if self._run_slots is not None:
             self._watches.pop(name, None)
+            if (held := self._held.pop(name, None)) is not None:
+                held.wait.give_up(reason or "the run has left")
             self._queue.remove(name)
             self._run_slots.ended(name, phase, reason)
 
@@ -311,14 +367,18 @@ class MultiTrainer:
 
     def _end(self, command: Command) -> None:
         """Take the last turn. What still trains goes on in the trainer's next attempt."""
-        for name in list(self._children):
-            child, trouble = self._children[name], None
-            try:
-                if command.save:
-                    child.save(is_last=True)
-            except ENDS_A_RUN as error:
-                trouble = str(error)
-            trouble = child.close() or trouble
+        unsaved, troubles = list(self._children) if command.save else [], dict[str, str]()
+        for room_s in (None, self._experiment.supervisor.write_timeout_s):  # none waits before all others have saved
+            troubles = {}
+            for name in unsaved:
+                self._children[name].trainer.saver.room_s = room_s
+                try:
+                    self._children[name].save(is_last=True)
+                except ENDS_A_RUN as error:
+                    troubles[name] = str(error)
+            unsaved = list(troubles)
+        for name, child in self._children.items():
+            trouble = child.close() or troubles.get(name)
             if trouble is not None and self._rank == 0:
                 logger.error(f"{name}: its checkpoint of step {child.step} was not saved: {trouble}")
         if self._rank == 0:

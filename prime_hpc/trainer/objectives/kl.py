@@ -99,5 +99,5 @@ def entropy_threshold(entropy: torch.Tensor, share: float, *, counts: bool) -> t
     dist.all_gather_single(table, padded[None])
     if not table.numel():
         return own.new_zeros(())
-    place = math.ceil(round(share * sum(lengths), 6))
+    place = max(1, math.ceil(round(share * sum(lengths), 6)))  # however small the share, one token is of it
     return table.flatten().sort(descending=True).values[place - 1]  # `kthvalue` and `deterministic` exclude each other

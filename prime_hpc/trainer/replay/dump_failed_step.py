@@ -19,6 +19,9 @@ from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer
 from prime_hpc.trainer.weights.publish import build_publisher
 
+ENTROPY_BONUS = "entropy_bonus"
+"""Of the kept batch's state: the coefficient's, before the step."""
+
 
 def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
     """Write batch, weights and config of the refused step into `<run>/failed/step_<n>`. Collective.
@@ -47,7 +50,8 @@ def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankB
     """On rank 0: write the batch and the config, beside the version."""
     experiment = trainer.experiment
     own = parts[:: trainer.parallel.dims.ranks_per_part]  # ranks that share a part of the batch hold it alike
-    write_batch(kept, step, own, state={})
+    bonus = trainer.train_step.entropy
+    write_batch(kept, step, own, state={} if bonus is None else {ENTROPY_BONUS: bonus.state.tolist()})
     if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `replay.kept_step`
         experiment = _with_model(experiment, str(kept.weights_step(step - 1).resolve()))
     write_snapshot(experiment, kept.root, ["replay"])

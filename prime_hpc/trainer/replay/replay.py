@@ -22,7 +22,7 @@ from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import PastBatch, list_batches
+from prime_hpc.store.batches import PastBatch, list_batches, read_state
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import RunPaths
@@ -31,6 +31,7 @@ from prime_hpc.trainer.data.build import RealData, build_data, without_padding
 from prime_hpc.trainer.data.reference import References
 from prime_hpc.trainer.main import seed_everything, start_process_group
 from prime_hpc.trainer.objectives import loss_of
+from prime_hpc.trainer.replay.dump_failed_step import ENTROPY_BONUS
 from prime_hpc.trainer.sft import end_with
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer, build_trainer
@@ -126,6 +127,9 @@ def kept_step(kept: RunPaths, scratch: Path) -> bool:
     with opened(load_run(kept.root), scratch) as trainer:
         if (adapters := trainer.train_step.policy.adapters) is not None:
             adapters.load(0, read_adapter(kept.weights_step(step - 1)))
+        bonus, state = trainer.train_step.entropy, read_state(kept.rollouts_step(step))
+        if bonus is not None and ENTROPY_BONUS in state:
+            bonus.state.copy_(torch.tensor(state[ENTROPY_BONUS], dtype=torch.float64))
         batch = read_local_batch(kept.rollouts_step(step), *trainer.part)
         lines = sequence_lines(trainer, batch)
         try:

@@ -177,7 +177,7 @@ class Publisher:
                                 for block in blocks:
                                     writer.write(block)
                                 writer.finish()
-                        self._wrote = (writer.seconds, 0)
+                        self._wrote = writer.seconds, writer.num_bytes
                     except Exception:
                         deque(blocks, maxlen=0)  # in taking them, other ranks' tensors are gathered
                         raise
@@ -186,9 +186,7 @@ class Publisher:
                     with self._fenced(stage):
                         began = time.perf_counter()
                         sealed = self.sender.finalize()
-                        if form.is_whole:  # else its time is not that of its bytes
-                            num_bytes = sum(entry.size for entry in sealed[0].values())
-                            self._wrote = (self._wrote[0] + time.perf_counter() - began, num_bytes)
+                        self._wrote = self._wrote[0] + time.perf_counter() - began, self._wrote[1]
                         return sealed
 
                 def commit() -> Manifest:
@@ -313,8 +311,8 @@ class _Writer:
         self._sender, self._form = sender, form
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._pending: deque[Future[None]] = deque()
-        self.seconds = 0.0
-        """Of what the thread has handed over."""
+        self.seconds, self.num_bytes = 0.0, 0
+        """Of what was handed over. Also where changes alone are written: all values are compared."""
 
     def __enter__(self) -> "_Writer":
         return self
@@ -322,7 +320,7 @@ class _Writer:
     def write(self, block: Block) -> None:
         place, content = block.place, host_bytes(block.published())
         if not self._form.is_whole and block.values.device.type == "cpu":
-            self._sender.write(place, content)
+            self._send(place, content)
             return
         if len(self._pending) == MAX_PENDING_WRITES:
             self._pending.popleft().result()
@@ -331,7 +329,7 @@ class _Writer:
     def _send(self, place: Place, content: Any) -> None:
         began = time.perf_counter()
         self._sender.write(place, content)
-        self.seconds += time.perf_counter() - began
+        self.seconds, self.num_bytes = self.seconds + time.perf_counter() - began, self.num_bytes + len(content)
 
     def finish(self) -> None:
         while self._pending:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from loguru import logger
@@ -37,6 +38,7 @@ def _name(block: Block) -> str:
 TIMEOUT_S = 1800.0
 """Longest that a version may take."""
 Announce = Callable[[Manifest], None]
+IsStopped = Callable[[], bool]
 
 
 @dataclass
@@ -52,27 +54,42 @@ class _Pending:
 
 
 def build_beside(
-    publisher: VersionPublisher, wanted: bool | None, device: torch.device, announce: Announce, room_s: float
+    publisher: VersionPublisher,
+    wanted: bool | None,
+    device: torch.device,
+    announce: Announce,
+    room_s: float,
+    is_stopped: IsStopped = lambda: False,
 ) -> "BesidePublisher | None":
     """Build what writes a publisher's versions beside the training; None where it should not, or they are small
-    (adapters). `wanted`: `trainer.publish_beside`; `room_s`: `supervisor.write_timeout_s`."""
+    (adapters). `wanted`: `trainer.publish_beside`; `room_s`: `supervisor.write_timeout_s`; `is_stopped`: see
+    `until_room`."""
     if not isinstance(publisher, Publisher) or not (device.type == "cuda" if wanted is None else wanted):
         return None
-    return BesidePublisher(publisher, announce, TIMEOUT_S, room_s)
+    return BesidePublisher(publisher, announce, TIMEOUT_S, room_s, is_stopped)
 
 
 class BesidePublisher:
     """Begins versions of one `Publisher`. `begin` and `finish` are collective."""
 
-    def __init__(self, publisher: Publisher, announce: Announce, timeout_s: float, room_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        announce: Announce,
+        timeout_s: float,
+        room_s: float = 0.0,
+        is_stopped: IsStopped = lambda: False,
+    ) -> None:
         """Open it. Collective.
 
         Args:
             announce: called on rank 0, in the thread, with the manifest of a version that has its name.
             timeout_s: longest that a version may take.
             room_s: longest that it may wait for room besides.
+            is_stopped: on rank 0, in the thread too: it is to wait no longer.
         """
         self._publisher, self._announce, self._timeout_s = publisher, announce, timeout_s + room_s
+        self._is_stopped = is_stopped
         self._room_wait = RoomWait("a weights version", publisher.paths.weights, room_s)
         self._side = RankGroup(timeout_s)
         self._room: HostStage | None = None
@@ -91,7 +108,8 @@ class BesidePublisher:
         if self._room is None and not self._lacks_room:
             self._take_room()
         if self._lacks_room:
-            manifest = until_room(lambda: self._publisher.publish(version), self._side, self._room_wait)
+            publish = partial(self._publisher.publish, version)
+            manifest = until_room(publish, self._side, self._room_wait, self._is_stopped)
             if manifest is not None:
                 self._announce(manifest)
             return
@@ -158,6 +176,7 @@ class BesidePublisher:
                 lambda: self._publisher.write(pending.version, _copied(pending), self._side),
                 self._side,
                 self._room_wait,
+                self._is_stopped,
             )
             if manifest is not None:
                 self._announce(manifest)

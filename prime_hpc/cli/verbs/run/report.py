@@ -6,10 +6,12 @@ is full, no permission); 2 there is no such run, or none that can be read.
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.launch.monitor.run_progress import add_checkpoint
 from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.chosen_runs import choose_runs, refuse_no_directory
@@ -18,6 +20,7 @@ from prime_hpc.report.run_view import limits_for, view_run
 from prime_hpc.report.spans import ask_lives
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.runtime.failures import file_error_text
+from prime_hpc.store.run_dirs import read_rows
 
 NAME = "report.html"
 MOST = 1000
@@ -36,18 +39,20 @@ def run(argv: list[str], program: str) -> int:
     by_path = {status.path: status for status in statuses}
     limits = limits_for(len(chosen.paths))
     lives = ask_lives(chosen.paths)
-    runs = []
-    originals: dict[tuple[Any, ...], str] = {}
+    views: dict[Path, dict[str, Any]] = {}
+    counted: dict[tuple[Any, ...], str] = {}
     unread: dict[str, str] = {}
-    for path, name in zip(chosen.paths, chosen.names, strict=True):
+    named = zip(chosen.paths, chosen.names, strict=True)
+    for path, name in sorted(named, key=lambda one: -len(read_rows(one[0] / ATTEMPTS_JSONL))):  # who went on first
         status = by_path[str(path)]
         status.name = name
         add_checkpoint(status, path)
         try:
-            runs.append(view_run(path, status, limits, lives.get(path, ()), originals))
+            views[path] = view_run(path, status, limits, lives.get(path, ()), counted)
         except OSError as error:  # another user's, or gone meanwhile: the page shows the others
             unread[name] = file_error_text(error)
             print(f"{program}: {name} left out: {unread[name]}", file=sys.stderr)
+    runs = [views[path] for path in chosen.paths if path in views]
     if not runs:
         raise ConfigError(f"none of {', '.join(words)} can be read: {next(iter(unread.values()))}")
     made = time.strftime("%Y-%m-%d %H:%M %Z")
