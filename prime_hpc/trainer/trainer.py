@@ -36,6 +36,7 @@ from prime_hpc.trainer.checkpointing.saver import Saver
 from prime_hpc.trainer.model.load_policy import compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.model.reference import load_reference
+from prime_hpc.trainer.model.score_head import head_seed
 from prime_hpc.trainer.objectives import MicroBatchLoss, normalization
 from prime_hpc.trainer.objectives.kl import EntropyBonus
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
@@ -347,20 +348,12 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
         context=experiment.context,
         rows=config.rows,
         replays_routers=experiment.replays_routers,
-        new_head=_head_seed(experiment),
+        new_head=head_seed(experiment),
     )
     control = control_group(device, config.dist_timeout_s)
     nodes = control.gather_all(this_node()) if dist.get_backend() != "fake" else []  # a rehearsal's
     peak = peak_flops(device, compute_dtype(experiment.model))
     return Base(policy, source, device, peak, control, SlowRanks(device, nodes))
-
-
-def _head_seed(experiment: Experiment) -> int | None:
-    """Return the seed of a reward model's new head; under an adapter one for all runs: no checkpoint holds what it
-    adapts."""
-    if not experiment.trains_reward_model:
-        return None
-    return experiment.seed if experiment.model.lora is None else 0
 
 
 def build_trainer(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prime_hpc.config.experiment import Experiment
 from prime_hpc.store.model.files import StoredTensor
 from prime_hpc.store.model.tokenizer import load_tokenizer, pad_of
 from prime_hpc.trainer.lora.linear import LoraLinear
@@ -80,3 +81,11 @@ def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:
         raise ValueError(f"no tokenizer in {source} ({error})") from error
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {"architectures": [type(hf).__name__], "pad_token_id": pad_of(tokenizer), **labels}
+
+
+def head_seed(experiment: Experiment) -> int | None:
+    """Return the seed of a reward model's new head; under an adapter one for all runs: no checkpoint holds what it
+    adapts."""
+    if not experiment.trains_reward_model:
+        return None
+    return experiment.seed if experiment.model.lora is None else 0
