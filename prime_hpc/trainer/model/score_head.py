@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prime_hpc.config.experiment import Experiment
+from prime_hpc.config import Experiment
 from prime_hpc.store.model.files import StoredTensor
 from prime_hpc.store.model.tokenizer import load_tokenizer, pad_of
 from prime_hpc.trainer.lora.linear import LoraLinear
