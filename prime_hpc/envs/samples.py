@@ -473,7 +473,7 @@ def _is_chain(nodes: Sequence[Any]) -> bool:
 def _content(message: Any) -> str:
     """Return a message's text; tool calls as `name(arguments)`, images in short words."""
     content = message.content
-    tool_calls = getattr(message, "tool_calls", None)
+    tool_calls = message.tool_calls if message.role == "assistant" else None
     if not tool_calls and isinstance(content, str):
         return content
     if isinstance(content, list):
