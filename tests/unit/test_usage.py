@@ -242,6 +242,10 @@ def test_a_copy_of_a_run_is_not_counted_again(tmp_path: Path, capsys: pytest.Cap
     assert [(row["name"], row["attempts"]) for row in found["rows"]] == [("a", 1)]
     assert [row["name"] for row in found["left_out"]] == ["b"] and "a copy of a" in found["left_out"][0]["why"]
     assert [row["name"] for row in asked(capsys, out / "b")["rows"]] == ["b"]
+    shutil.copytree(out / "a", out / "c")
+    assert main(["usage", str(out)]) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "b and 1 more left out: a copy of a" in said
 
 
 def test_of_copies_that_went_on_the_shared_attempts_count_once(

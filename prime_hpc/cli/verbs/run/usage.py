@@ -39,8 +39,10 @@ def run(argv: list[str], program: str) -> int:
         if chosen is None
         else grouped(read_usage(zip(chosen.paths, chosen.names, strict=True), chosen.home, since, left_out), by)
     )
-    for name, why in left_out.items():
-        print(f"{program}: {name} left out: {why}", file=sys.stderr)
+    for why in dict.fromkeys(left_out.values()):
+        first, *others = [name for name, reason in left_out.items() if reason == why]
+        names = f"{first} and {len(others):,} more" if others else first
+        print(f"{program}: {names} left out: {why}", file=sys.stderr)
     if "--json" in given:
         tree = {"by": by, "since": since, "rows": [row.as_dict() for row in found]}
         tree["left_out"] = [{"name": name, "why": why} for name, why in left_out.items()]
