@@ -74,7 +74,7 @@ def sizes(subject: Subject) -> Iterator[Finding]:
             if asked.gpus_per_node > part.gpus_per_node:
                 yield Finding.error(
                     "PH302",
-                    key_of(role, "gpus_per_node", subject.experiment),
+                    _key_beside_partition(subject, role, "gpus_per_node"),
                     f"{asked.gpus_per_node} GPUs a node are asked of {name}, whose nodes have {part.gpus_per_node}",
                     f"at most {part.gpus_per_node}, or another partition",
                 )
@@ -82,7 +82,7 @@ def sizes(subject: Subject) -> Iterator[Finding]:
             if part.cpus_per_node and cpus > part.cpus_per_node:
                 yield Finding.error(
                     "PH315",
-                    key_of(role, "cpus_per_task", subject.experiment),
+                    _key_beside_partition(subject, role, "cpus_per_task"),
                     f"{cpus} CPUs a node are asked of {name}, whose nodes have {part.cpus_per_node}",
                     f"at most {part.cpus_per_node}",
                 )
@@ -105,11 +105,18 @@ def sizes(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def _key_beside_partition(subject: Subject, role: SlurmRole, field: str) -> str:
+    """Key of what does not fit a partition: the role's own where it has chosen that, for others have other nodes."""
+    group = getattr(subject.experiment.slurm, role)
+    has_own = group is not None and group.partition is not None
+    return f"slurm.{role}.{field}" if has_own else key_of(role, field, subject.experiment)
+
+
 def _memory_size(subject: Subject, role: SlurmRole, name: str) -> Iterator[Finding]:
     part, text = subject.site.partitions[name], subject.roles[role].options.get("mem")
     if text is None:
         return
-    key = key_of(role, "mem", subject.experiment)
+    key = _key_beside_partition(subject, role, "mem")
     try:
         mib = parse_mem_mib(str(text))
     except ConfigError as error:
