@@ -373,6 +373,8 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH227", "warning", {"trainer": {"loss": {"type": "nll"}}}, {}, "bad rollouts are imitated"),
     ("PH232", "error", {"orchestrator": {"env": [{"id": "wordle", "harness": "bah"}]}}, {}, "harness 'bah'"),
     ("PH233", "error", {"model": {"renderer": "qwen-3"}}, {}, "package has no 'qwen-3'"),
+    ("PH318", "warning", {SLURM: {"trainer": {"partition": "cpu"}}}, {}, "trainer would compute on the CPU"),
+    ("PH129", "error", {"orchestrator": {"env": [{"id": "shapes"}]}}, {}, "shapes shows images"),
     ("PH234", "error", {"output_dir": f"{__file__}/below"}, {}, "is a file"),
     ("PH237", "error", {"output_dir": "$SCRATCH/runs"}, {}, "nothing puts a value in place of $SCRATCH"),
     ("PH237", "error", {"model": {"name": "$SCRATCH/model"}}, {}, "nothing puts a value in place of $SCRATCH"),

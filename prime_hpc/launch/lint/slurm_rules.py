@@ -186,6 +186,15 @@ def _unsaid_gpus(subject: Subject) -> Iterator[Finding]:
             f"and the config does not say, so {' and '.join(names)} would compute on the CPU",
             "state slurm.gpus_per_node (0 or device: cpu for a run on CPUs), or add the partition to the site profile",
         )
+    for role, asked in subject.roles.items():
+        is_meant = role == "orchestrator" or _states_gpus(subject, role)
+        if not asked.gpus_per_node and subject.facts_of(role) and not is_meant:
+            yield Finding.warning(
+                "PH318",
+                _key_beside_partition(subject, role, "partition"),
+                f"nodes of {', '.join(asked.partitions)} have no GPUs: {role} would compute on the CPU",
+                "a partition with GPUs; or say that it is meant, by gpus_per_node = 0 there or device: cpu",
+            )
 
 
 def _idle_gpus(subject: Subject) -> Iterator[Finding]:
@@ -219,9 +228,13 @@ def _gpus_used(subject: Subject) -> dict[str, int]:
 
 def _speaks_of_gpus(subject: Subject, role: SlurmRole) -> bool:
     """Return whether anything says how many GPUs a role's nodes have."""
+    return bool(subject.facts_of(role)) or _states_gpus(subject, role)
+
+
+def _states_gpus(subject: Subject, role: SlurmRole) -> bool:
     slurm = subject.experiment.slurm
     levels = (getattr(slurm, role), slurm, subject.site.options)
-    return bool(subject.facts_of(role)) or any(o.gpus_per_node is not None or o.gres is not None for o in levels)
+    return any(level.gpus_per_node is not None or level.gres is not None for level in levels)
 
 
 @rule(*EVERY, slurm=True)
