@@ -268,6 +268,35 @@ def test_arguments_that_do_not_go_with_the_rows_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("row", "reward", "words"),
+    [
+        ({"prompt": "1+1", "answer": 2}, "math", None),
+        ({"question": "1+1", "reward_model": {"ground_truth": "2"}}, "exact", None),
+        ({"prompt": "1+1"}, "rewards.py:score", None),
+        ({"prompt": "1+1"}, "math", "rows.jsonl:2: no answer for reward 'math'"),
+        ({"prompt": None, "answer": "2"}, "math", "rows.jsonl:2: it has no prompt"),
+        (
+            {"messages": [{"role": "assistant", "content": "2"}], "answer": "2"},
+            "math",
+            "ends with the assistant's reply",
+        ),
+        ([1], "math", "rows.jsonl:2: no object of columns"),
+    ],
+)
+def test_a_row_that_cannot_be_played_is_told_of_before_the_queue(
+    row: Any, reward: str, words: str | None, tmp_path: Path
+) -> None:
+    """Of those at the beginning of the files; the run ended at its start, once its engines were up."""
+    lines = [json.dumps(each) + "\n" for each in ({"prompt": "2+2", "answer": "4"}, row)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    env = {"id": "rows", "args": {"files": [str(tmp_path / "rows.jsonl")], "reward": reward}}
+    found = lint(Experiment.model_validate({"orchestrator": {"env": [env]}}), SiteConfig(name="x"))
+    said = [(f.severity, f.key, f.message) for f in found if f.code == "PH236"]
+    assert [one[:2] for one in said] == ([("error", "orchestrator.env.0.args.files")] if words else [])
+    assert all((words or "") in message for *_, message in said)
+
+
+@pytest.mark.parametrize(
     ("schedule", "words"),
     [
         ({"warmup_steps": 40}, None),
