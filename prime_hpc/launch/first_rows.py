@@ -129,7 +129,8 @@ def _wrong_prompt(env: EnvConfig) -> str | None:
     rows: Iterator[tuple[str, Any, Path]] = iter(())
     with contextlib.suppress(ValueError):  # told as files
         source = _source(env.args.get("files"))
-        if source is not None and (found := find_data(source)).kind == "jsonl" and first_columns(found, source):
+        if source is not None and (found := find_data(source)).kind == "jsonl":
+            first_columns(found, source)  # raises what is told as of the whole file
             rows = _rows(found, source)
     for place, line, path in rows:
         try:

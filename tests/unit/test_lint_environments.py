@@ -281,6 +281,7 @@ def test_arguments_that_do_not_go_with_the_rows_are_refused(
             "ends with the assistant's reply",
         ),
         ([1], "math", "rows.jsonl:2: no object of columns"),
+        ("broken", "math", "rows.jsonl:1: not JSON"),
     ],
 )
 def test_a_row_that_cannot_be_played_is_told_of_before_the_queue(
@@ -288,7 +289,7 @@ def test_a_row_that_cannot_be_played_is_told_of_before_the_queue(
 ) -> None:
     """Of those at the beginning of the files; the run ended at its start, once its engines were up."""
     lines = [json.dumps(each) + "\n" for each in ({"prompt": "2+2", "answer": "4"}, row)]
-    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    (tmp_path / "rows.jsonl").write_text("{" * (row == "broken") + "".join(lines))
     env = {"id": "rows", "args": {"files": [str(tmp_path / "rows.jsonl")], "reward": reward}}
     found = lint(Experiment.model_validate({"orchestrator": {"env": [env]}}), SiteConfig(name="x"))
     said = [(f.severity, f.key, f.message) for f in found if f.code == "PH236"]
