@@ -67,6 +67,8 @@ def _explain(detail: ErrorDetails, path: tuple[str, ...], provenance: dict[str, 
         message = "must be stated: it has no default"
     elif (node := resolve(path)) is not None and _WRONG_TYPE.search(kind):
         message = f"expected {type_text(node.annotation)}, got {_shown(detail['input'], path)}"
+        is_number = kind == "string_type" and isinstance(detail["input"], int | float)
+        message += " (in quotes it is text)" if is_number else ""
         message += _of_items(detail["input"], path)
     else:
         message = f"{message.replace('Input should', 'must')}, got {_shown(detail['input'], path)}"

@@ -271,7 +271,8 @@ def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
             options["tool_parser"] = _tool_parser(tokenizer, enable_thinking)
         return create_renderer(tokenizer, TypeAdapter(RendererConfig).validate_python(options))
     except (ValidationError, ValueError, AssertionError, TypeError, RuntimeError, OSError) as error:
-        text = str(error).splitlines()[0]
+        # of a union pydantic's first line names every type in it
+        text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error).splitlines()[0]
         raise EnvError(
             f"renderer {name!r} does not fit this model: {text}. Set model.renderer to another name of the "
             "`renderers` package, or to `auto`"

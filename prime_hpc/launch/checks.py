@@ -19,7 +19,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.bundled_arguments import argument_names
-from prime_hpc.envs.env_config import BUNDLED
+from prime_hpc.envs.env_config import BUNDLED, IN_PROCESS
 from prime_hpc.evals.versions import ADAPTER_CONFIG
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.estimate.model_facts import read_model, stored_shapes
@@ -227,12 +227,17 @@ def taskset_module(identifier: str) -> str:
 
 def is_installed(identifier: str) -> bool:
     """Return whether an environment is there, as far as a login node can tell without importing it."""
-    if short_id(identifier) in BUNDLED or find_benchmark(identifier) is not None:
-        return True
+    return (
+        short_id(identifier) in BUNDLED or find_benchmark(identifier) is not None or _is_plugin(identifier, "tasksets")
+    )
+
+
+def _is_plugin(identifier: str, folder: str) -> bool:
+    """Return whether verifiers ships a part of that name in a folder of its own, or a package of the name is there."""
     verifiers = importlib.util.find_spec("verifiers")
     if verifiers is None or verifiers.origin is None:
         return True  # a login node without the roles' packages: the job's own check will tell
-    shipped = Path(verifiers.origin).parent / "v1" / "tasksets"
+    shipped = Path(verifiers.origin).parent / "v1" / folder
     module = taskset_module(identifier)
     if (shipped / module).exists() or (shipped / f"{module}.py").exists():
         return True
@@ -347,7 +352,7 @@ def starts_elsewhere(experiment: Experiment, site: SiteConfig) -> bool:
 
 
 def missing_environments(experiment: Experiment) -> list[Problem]:
-    """Stated environments that are not installed here, with the nearest name; imports none of them."""
+    """Stated environments and harnesses that are not installed here, with the nearest name; imports none of them."""
     names = [*BUNDLED, *BENCHMARKS]
     problems = []
     for key, env in stated_environments(experiment):
@@ -361,6 +366,9 @@ def missing_environments(experiment: Experiment) -> list[Problem]:
                     key_of_id(key),
                 )
             )
+        if env.harness is not None and env.harness != IN_PROCESS and not _is_plugin(env.harness, "harnesses"):
+            words = f"harness {env.harness!r} is not installed: {IN_PROCESS}, or the module of one"
+            problems.append(Problem(words, f"{key}.harness"))
     return problems
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prime_hpc.config.env_files import REWARDS, ROWS, short_id
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.envs.rows.reading import answer_in, asking_column, prompt_in, why_refused
 from prime_hpc.store.dataset.files import DataFiles, find_data, first_columns, first_parquet_rows, is_compressed
 from prime_hpc.trainer.data.messages import COMMON_ROLES, Conversation, PlainText, SFTDataError, parse_line, parse_row
 from prime_hpc.trainer.data.pairs import parse_pair
@@ -85,7 +86,10 @@ def wrong_rows_arguments(env: EnvConfig) -> Iterator[tuple[str, str]]:
         return
     if not is_rows:
         return
-    yield from _wrong_columns(env)
+    if wrong := list(_wrong_columns(env)):
+        yield from wrong
+    elif said := _wrong_prompt(env):
+        yield "files", said
     question, weights = args.get("question", "{}"), args.get("weights")
     if isinstance(question, str) and question.count("{}") != 1:
         yield "question", f"needs one {{}}, which stands for the prompt, not {question!r}"
@@ -115,6 +119,30 @@ def _wrong_columns(env: EnvConfig) -> Iterator[tuple[str, str]]:
     for name, column in named.items():
         if (column if name == "prompt" else column.partition(".")[0]) not in columns:
             yield name, f"the first row has no {column!r}; its columns are: {', '.join(columns)}"
+
+
+def _wrong_prompt(env: EnvConfig) -> str | None:
+    """Return why `rows` cannot play one of the first lines of its files; None: it can, or they are no JSON lines."""
+    prompt, answer = (one if isinstance(one := env.args.get(name), str) else None for name in ("prompt", "answer"))
+    reward = env.args.get("reward", REWARDS[0])
+    needs_answer = any(one in REWARDS for one in (reward if isinstance(reward, list) else [reward]))
+    rows: Iterator[tuple[str, Any, Path]] = iter(())
+    with contextlib.suppress(ValueError):  # told as files
+        source = _source(env.args.get("files"))
+        if source is not None and (found := find_data(source)).kind == "jsonl":
+            first_columns(found, source)  # raises what is told as of the whole file
+            rows = _rows(found, source)
+    for place, line, path in rows:
+        try:
+            if not isinstance(row := parse_line(line, path), dict):
+                raise ValueError("no object of columns")
+            prompt_in(row, column := asking_column(row, prompt))
+            others = {name: value for name, value in row.items() if name != column}
+            if answer_in(others, answer) is None and needs_answer:
+                raise ValueError(f"no answer for reward {reward!r}: state its column as `args.answer`")
+        except ValueError as error:
+            return f"{place}: {why_refused(error)}"
+    return None
 
 
 def columns_of(files: Any) -> set[str]:

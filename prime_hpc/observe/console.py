@@ -57,6 +57,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
 
 
+def in_seconds(seconds: float) -> str:
+    """Return a length of time in seconds as `4.27 s`, `427 s`, `1500 s`: never with an exponent."""
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
 def time_left(seconds: float) -> str:
     """Return a length of time as `h:mm:ss`, very long ones in days."""
     if not math.isfinite(seconds):

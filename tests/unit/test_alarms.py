@@ -51,6 +51,12 @@ def test_a_rule_fires_once_a_crossing_and_again_at_the_next() -> None:
     assert fired(AlarmRule(metric="trainer.kl", above=1), [0, 2, 3, 0, 2]) == [1, 4]
 
 
+def test_a_rule_without_a_name_says_its_metric_once() -> None:
+    for name, text in (("", "trainer.kl is 2 at step 5, above 1"), ("far", "far: trainer.kl is 2 at step 5, above 1")):
+        alarm = Watcher(AlarmRule(name=name, metric="trainer.kl", above=1)).take(2.0, 5)
+        assert alarm is not None and alarm.text == text
+
+
 def test_a_figure_that_is_no_number_breaks_every_line_and_one_that_is_absent_none() -> None:
     for line in ({"below": 0.1}, {"above": 1e9}, {"falls_to": 0.5}):
         assert fired(AlarmRule(metric="trainer.loss", **line), [1.0, "nan", None, "words", 1.0]) == [1]

@@ -193,6 +193,19 @@ def test_unknown_key_of_a_component_file(tmp_path: Path) -> None:
     assert f"{path}:2: optim.learning_rat" in problem
 
 
+def test_two_documents_in_one_file(tmp_path: Path) -> None:
+    (problem,) = of_file(tmp_path / "exp.yaml", "name: a\n---\nname: b\n")
+    assert problem.endswith("exp.yaml:2: a second document begins (`---`): one file is one experiment")
+
+
+def test_the_key_that_is_meant_is_one_of_the_kind(tmp_path: Path) -> None:
+    (tmp_path / "eval.yaml").write_text("kind: eval\n")
+    for kind, wanted in (([], "--orchestrator.sampling.temperature"), (["eval.yaml"], "--eval.sampling.temperature")):
+        words = [word for name in kind for word in ("@", str(tmp_path / name))]
+        with pytest.raises(ConfigError, match=f"did you mean {wanted}"):
+            load_experiment([*words, "--sampling.temperature", "1"], "plan", {})
+
+
 @pytest.mark.parametrize(
     ("text", "line", "key", "said"),
     [
@@ -209,7 +222,8 @@ def test_unknown_key_of_a_component_file(tmp_path: Path) -> None:
         ("model:\n  dtype: fp8\n", 2, "model.dtype", "expected one of float32, bfloat16, float16, got 'fp8'"),
         ("model:\n  - a\n", 1, "model", "expected a section of keys"),
         ("model:\n  compile: maybe\n", 2, "model.compile", "expected true or false, got 'maybe'"),
-        ("name: 3\n", 1, "name", "expected text, got 3"),
+        ("name: 3\n", 1, "name", "expected text, got 3 (in quotes it is text)"),
+        ("name: '${oc.env:NO_SUCH_VARIABLE}'\n", 1, "name", "NO_SUCH_VARIABLE is not set in this shell; export it"),
         ("name: a/b\n", 1, "name", "cannot name a directory"),
         ("inference_gpu_ids: {a: 1}\n", 1, "inference_gpu_ids", "expected a list (an integer) or null"),
         ("ckpt:\n  keep_last: first\n", 2, "ckpt.keep_last", "expected an integer or null, got 'first'"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.observe.console import CURVE, Console, Doing, Tail
+from prime_hpc.observe.console import CURVE, Console, Doing, Tail, in_seconds
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.runtime.clock import AwakeClock
@@ -190,3 +190,10 @@ def test_console_keeps_what_a_line_shows_however_long_the_run_is(kind: Any, tmp_
     assert console.progress() == {"step": 300, "max_steps": 300} | ({"reward": 1.0} if kind == "rl" else {"loss": -0.1})
     lengths = [len(console._losses), *map(len, console._rewards.values()), len(console._times)]
     assert 0 < max(lengths) <= CURVE and not any(console._rollouts.values())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0 s"), (4.267, "4.27 s"), (427.3, "427 s"), (999.7, "1000 s"), (1534.2, "1534 s")]
+)
+def test_seconds_are_shown_without_an_exponent(seconds: float, text: str) -> None:
+    assert in_seconds(seconds) == text

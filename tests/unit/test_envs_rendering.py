@@ -131,6 +131,12 @@ def test_auto_leaves_images_to_a_template_that_no_renderer_writes(monkeypatch: p
     assert found.renderer.config.name == "default" and found.image_places == {known["<|image_pad|>"]: 1}
 
 
+def test_a_renderer_that_there_is_not_is_said_in_a_line() -> None:
+    with pytest.raises(EnvError, match="renderer 'foo' does not fit this model: Input tag 'foo'") as caught:
+        make_renderer(with_template("llama3_2", "llama_3"), "foo", False)
+    assert "RendererConfig" not in str(caught.value)
+
+
 def test_a_template_that_writes_the_day_is_compared_without_it() -> None:
     tokenizer = with_template("llama3_2", "llama_3")
     renderer = make_renderer(tokenizer, "llama-3", False)

@@ -268,6 +268,36 @@ def test_arguments_that_do_not_go_with_the_rows_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("row", "reward", "words"),
+    [
+        ({"prompt": "1+1", "answer": 2}, "math", None),
+        ({"question": "1+1", "reward_model": {"ground_truth": "2"}}, "exact", None),
+        ({"prompt": "1+1"}, "rewards.py:score", None),
+        ({"prompt": "1+1"}, "math", "rows.jsonl:2: no answer for reward 'math'"),
+        ({"prompt": None, "answer": "2"}, "math", "rows.jsonl:2: it has no prompt"),
+        (
+            {"messages": [{"role": "assistant", "content": "2"}], "answer": "2"},
+            "math",
+            "ends with the assistant's reply",
+        ),
+        ([1], "math", "rows.jsonl:2: no object of columns"),
+        ("broken", "math", "rows.jsonl:1: not JSON"),
+    ],
+)
+def test_a_row_that_cannot_be_played_is_told_of_before_the_queue(
+    row: Any, reward: str, words: str | None, tmp_path: Path
+) -> None:
+    """Of those at the beginning of the files; the run ended at its start, once its engines were up."""
+    lines = [json.dumps(each) + "\n" for each in ({"prompt": "2+2", "answer": "4"}, row)]
+    (tmp_path / "rows.jsonl").write_text("{" * (row == "broken") + "".join(lines))
+    env = {"id": "rows", "args": {"files": [str(tmp_path / "rows.jsonl")], "reward": reward}}
+    found = lint(Experiment.model_validate({"orchestrator": {"env": [env]}}), SiteConfig(name="x"))
+    said = [(f.severity, f.key, f.message) for f in found if f.code == "PH236"]
+    assert [one[:2] for one in said] == ([("error", "orchestrator.env.0.args.files")] if words else [])
+    assert all((words or "") in message for *_, message in said)
+
+
+@pytest.mark.parametrize(
     ("schedule", "words"),
     [
         ({"warmup_steps": 40}, None),
@@ -304,3 +334,42 @@ def test_a_model_that_is_not_there_is_told_of_where_nothing_trains() -> None:
     assert [(f.code, f.severity) for f in here] == [("PH107", "warning")]
     evaluation["eval"]["client"] = {"base_url": "http://api.invalid/v1"}  # an API's model is nowhere here
     assert lint(Experiment.model_validate(evaluation), SiteConfig(name="laptop")) == []
+
+
+def test_a_reward_model_is_there_to_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every episode fails, once the job has waited and the engines are up."""
+    monkeypatch.delenv("JUDGE_URL", raising=False)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    for name, kind in (("scorer", "Qwen3ForSequenceClassification"), ("talker", "Qwen3ForCausalLM")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
+
+    def said(reward: str, judge: dict[str, Any] | None, **tree: Any) -> list[tuple[str, str | None]]:
+        rows = {"files": [str(tmp_path / "rows.jsonl")], "reward": reward}
+        if judge is not None:
+            tree["judge_inference"] = {**judge, "model": str(tmp_path / judge["model"])}
+        tree |= {"name": "x", "model": MODEL, "orchestrator": {"env": [{"id": "rows", "args": rows}]}}
+        found = lint(Experiment.model_validate(tree), SiteConfig(name="x"))
+        return [(f.severity, f.key) for f in found if f.code == "PH238"]
+
+    scores = "prime_hpc.envs.rows.reward_model:score"
+    scorer, talker = {"model": "scorer", "runner": "pooling"}, {"model": "talker"}
+    assert said(scores, scorer) == said("math", talker) == said("math", None) == []
+    assert said(scores, None) == [("error", "orchestrator.env.0.args.reward")]
+    assert said(scores, talker) == said("math", {"model": "scorer"}) == [("error", "judge_inference.runner")]
+    assert said(scores, {**talker, "runner": "pooling"}) == [("error", "judge_inference.model")]
+    job: dict[str, Any] = {"launch": "slurm", "slurm": {"setup": ["export JUDGE_URL=$(cat judge.url)"]}}
+    assert said(scores, None, **job) == []
+    monkeypatch.setenv("JUDGE_URL", "http://a/v1")
+    assert said(scores, None) == []
+
+
+def test_what_does_not_fit_a_roles_own_partition_is_the_roles_to_change() -> None:
+    parts = {"h100": {"gpus_per_node": 8, "cpus_per_node": 96}, "cpu": {"cpus_per_node": 64, "mem_gib": 200}}
+    options = {"partition": "h100", "cpus_per_task": 96, "mem": "900G"}
+    site = SiteConfig.model_validate({"name": "x", "partitions": parts, "options": options})
+    own = {"orchestrator": {"env": [{"id": "reverse-text"}]}, "slurm": {"orchestrator": {"partition": "cpu"}}}
+    tree = {"name": "x", "model": MODEL, "launch": "slurm", "output_dir": "/shared", **own}
+    found = lint(Experiment.model_validate(tree), site)
+    keys = [f.key for f in found if f.code in ("PH315", "PH316") and f.severity == "error"]
+    assert keys == ["slurm.orchestrator.cpus_per_task", "slurm.orchestrator.mem"]

@@ -116,6 +116,7 @@ def test_order_of_sources(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("axes: {list: [{lr: 1}]}", r"axes.list: lr: unknown key; did you mean trainer.optim.lr"),
         ("axes: {product: {trainer_gpus: [1, 2]}}", r"is a flag's name; the key is trainer.num_ranks"),
         ("axes: {products: {seed: [1]}}", r"sweep.yaml:2: axes.products: unknown key; did you mean axes.product"),
+        ("axes: {trainer.optim.lr: [1]}", r"axes.trainer.optim.lr: unknown key; did you mean axes.product: {trainer"),
         ("axis: {product: {seed: [1]}}", r"sweep.yaml:2: axis: unknown key; did you mean axes"),
         ("axes: {product: {seq_len: []}}", r"axes.product.seq_len: 0 points"),
         ("axes: {list: []}", r"axes.list: 0 points"),

@@ -132,6 +132,8 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = f"YAML syntax: {error.problem or error.context}"
+        if error.context == "expected a single document in the stream":
+            message = "a second document begins (`---`): one file is one experiment"
         if mark and text[mark.index : mark.index + 1] == "\t":
             message = "a tab, where YAML is indented with spaces"
         raise ConfigError(Problem(message, origin=Origin("file", name, mark.line + 1 if mark else None))) from error

@@ -185,6 +185,9 @@ def _get(container: Any, path: Location) -> Any:
 def _explain(text: str, error: Exception) -> str:
     reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0]
     hints = []
+    if unset := re.search(r"Environment variable '(\w+)' not found", reason):
+        reason = f"the variable {unset[1]} is not set in this shell"
+        hints.append(f"; export it, or ${{oc.env:{unset[1]},DEFAULT}}")
     for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
         near = name if name in all_paths() else nearest_path(name, all_paths())
         if near and near != name and not name.isupper():

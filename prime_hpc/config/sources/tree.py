@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
-from prime_hpc.config.experiment import COMPONENTS, Experiment
+from prime_hpc.config.experiment import ALONE, COMPONENTS, Experiment
 from prime_hpc.config.renamed_keys import notice, stated_twice
 from prime_hpc.config.schema import Node, all_paths, locate, resolve, type_text
 from prime_hpc.config.secret import MASK, anchored, masked, names_secret
@@ -77,7 +77,8 @@ class Tree:
             entry = _in_its_scope(stated)
             node = locate(entry.segments, entry.scope)
             if node is None:
-                self.problems += _unknown(entry)
+                is_alone = entry.scope is None and self.values.get("kind") in ALONE
+                self.problems += _unknown(replace(entry, scope=self.values["kind"]) if is_alone else entry)
                 continue
             if not self._note_name(node, entry):
                 continue

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import date, time, timedelta
@@ -21,6 +22,8 @@ from prime_hpc.store.dataset.files import find_data, no_json_lines, prompt_of
 Row = dict[str, Any]
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "conversations")
 """Columns that a prompt is looked for in, where none is named."""
+ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label", "target", "output")
+"""Columns that an answer is looked for in, likewise."""
 IMAGES = ("images", "image")
 """Columns of images."""
 
@@ -141,6 +144,29 @@ def prompt_column(row: Row) -> str | None:
     if first is None or not is_answered(as_messages(row[first])):
         return first
     return next((name for name in found if not is_answered(as_messages(row[name]))), first)
+
+
+def asking_column(row: Row, stated: str | None) -> str:
+    """Return the column of a row's prompt, `stated` or found. Raises ValueError: there is none, or it is empty."""
+    column = stated or prompt_column(row)
+    if column is None or not row.get(column):
+        wanted = f"`{stated}`" if stated else "prompt (state its column as `args.prompt`)"
+        raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
+    return column
+
+
+def answer_in(row: Row, stated: str | None) -> Any:
+    """Return a row's answer, of the column `stated` or the first that has one; None where none has.
+    Raises ValueError: `stated` has none."""
+    for path in (stated,) if stated else ANSWERS:
+        value: Any = row
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None and not (isinstance(value, float) and math.isnan(value)):  # tables say "none" so
+            return value
+    if stated:
+        raise ValueError(f"it has no answer `{stated}`; its columns are: {', '.join(row) or 'none'}")
+    return None
 
 
 def prompt_in(row: Row, column: str) -> Any:

@@ -5,7 +5,6 @@ Rows as TRL and verl have them work as they are: `prompt` (text or messages) or 
 functions: `rows/scoring.py`.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +16,20 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import open_comparison
-from prime_hpc.envs.rows.reading import Row, prompt_column, prompt_in, read_files, read_hub, system_in, why_refused
+from prime_hpc.envs.rows.reading import (
+    Row,
+    answer_in,
+    asking_column,
+    prompt_in,
+    read_files,
+    read_hub,
+    system_in,
+    why_refused,
+)
 from prime_hpc.envs.rows.scoring import NAMED, Reply, RewardFunction, find_functions
 from prime_hpc.envs.rows.shown import with_images
 
 __all__ = ["Rows"]
-
-ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label", "target", "output")
 
 
 class RowData(vf.TaskData):
@@ -183,10 +189,7 @@ def _check_answer(functions: Iterable[RewardFunction], data: RowData, place: str
 
 
 def _data(config: RowsConfig, row: Row, folder: Path | None) -> RowData:
-    column = config.prompt or prompt_column(row)
-    if column is None or not row.get(column):
-        wanted = f"`{config.prompt}`" if config.prompt else "prompt (state its column as `args.prompt`)"
-        raise ValueError(f"it has no {wanted}; its columns are: {', '.join(row) or 'none'}")
+    column = asking_column(row, config.prompt)
     prompt = prompt_in(row, column)
     system = system_in(row, prompt, config.instructions)
     if isinstance(prompt, str):
@@ -195,16 +198,4 @@ def _data(config: RowsConfig, row: Row, folder: Path | None) -> RowData:
         raise ValueError(f"`question` is for prompts that are texts, `{column}` holds messages")
     prompt, images = with_images(prompt, row, folder, config.images)
     rest = {name: value for name, value in row.items() if name not in (column, images)}
-    return RowData(prompt=prompt, system_prompt=system, answer=_answer(config, rest), row=rest)
-
-
-def _answer(config: RowsConfig, row: Row) -> Any:
-    for path in (config.answer,) if config.answer else ANSWERS:
-        value: Any = row
-        for name in path.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None and not (isinstance(value, float) and math.isnan(value)):  # tables say "none" so
-            return value
-    if config.answer:
-        raise ValueError(f"it has no answer `{config.answer}`; its columns are: {', '.join(row) or 'none'}")
-    return None
+    return RowData(prompt=prompt, system_prompt=system, answer=answer_in(rest, config.answer), row=rest)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.engine_groups import SECTIONS, engine_roles
 from prime_hpc.config.experiment import ALONE
 from prime_hpc.config.sections.inference import ENGINE_GPU_IDS
 from prime_hpc.evals.versions import adapter_rank, check_published, find_versions
@@ -74,6 +75,7 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
         "trainer.loss.top_entropy_quantile",
     ):
         yield name, False, "kind = rl (SFT has a loss and data of its own: sft.data)"
+    yield "inference", experiment.samples, "evaluations by episodes (orchestrator.eval)"
     preference = experiment.sft.preference
     for name, types in (
         ("margin", ("dpo", "bradley_terry")),
@@ -108,6 +110,15 @@ def _of_any(experiment: Experiment) -> Iterator[Row]:
         yield "trainer.profile", first <= experiment.max_steps, f"first_step ({first}) within max_steps"
     for key, section in ENGINE_GPU_IDS.items():
         yield key, getattr(experiment, section) is not None, f"servers that the run starts ({section})"
+    transport = experiment.weights.transport
+    yield "weights.whole_interval", transport != "files", "weights.transport other than files"
+
+
+def _of_nodes(experiment: Experiment) -> Iterator[Row]:
+    for role, section in SECTIONS.items():
+        yield f"slurm.{role}", role in engine_roles(experiment), f"servers that the run starts ({section})"
+    yield "slurm.trainer", experiment.trains, "runs that train"
+    yield "slurm.orchestrator", experiment.samples, "runs that play episodes"
 
 
 def _of_episodes_alone(experiment: Experiment) -> Iterator[Row]:
@@ -129,7 +140,8 @@ def _of_environments(experiment: Experiment) -> Iterator[Row]:
 def unused(subject: Subject) -> Iterator[Finding]:
     """Report keys that differ from their defaults, and that nothing reads."""
     experiment = subject.experiment
-    rows = [*_of_environments(experiment), *(_of_any if experiment.trains else _of_episodes_alone)(experiment)]
+    rows = [*_of_environments(experiment), *_of_nodes(experiment)]
+    rows += (_of_any if experiment.trains else _of_episodes_alone)(experiment)
     if subject.is_rl:
         rows += [*_of_loss(experiment), *_of_advantage(experiment)]
     elif experiment.trains:

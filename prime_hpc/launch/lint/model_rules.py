@@ -151,6 +151,9 @@ def _unknown(key: str, name: str) -> Finding:
             message = f"{name} {'holds no config.json' if os.path.isdir(path) else 'is not there (yet)'}"  # noqa: PTH112
     else:
         message = f"{name} is not in the hub's cache of this machine"
+        above = name.partition("/")[0]
+        if above != name and os.path.isdir(above):  # noqa: PTH112
+            message, severity = f"{message}, and the directory {above} holds none of that name", "warning"
     return Finding(
         "PH107",
         severity,

@@ -1,4 +1,5 @@
-"""Lint of code that a config names by its import path (`module:function`) or file: found and read, never imported."""
+"""Lint of code that a config names by its import path (`module:function`) or file, of its renderer, and of the reward
+model that a reward asks: found and read, never imported."""
 
 import ast
 import importlib.util
@@ -15,7 +16,9 @@ from prime_hpc.envs.rows.reward_calls import written_signature, wrong_call
 from prime_hpc.launch.checks import starts_elsewhere, stated_environments
 from prime_hpc.launch.first_rows import columns_of
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Severity, Subject, rule
+from prime_hpc.store.model.config import read_config
 
+_REWARD_MODEL = "prime_hpc.envs.rows.reward_model"
 _REMEDY = "install the module where the roles run, set PYTHONPATH, or mend the name"
 
 
@@ -137,3 +140,53 @@ def _wrong_call(place: str, name: str, env: EnvConfig) -> str | None:
     read, columns = _read(place), columns_of(env.args.get("files"))
     signature = written_signature(read[1], name) if isinstance(read, tuple) and columns else None
     return None if signature is None else wrong_call(name, signature, columns)
+
+
+@rule(*EVERY)
+def renderer(subject: Subject) -> Iterator[Finding]:
+    """Report a renderer that the installed `renderers` package does not have: no environment would begin."""
+    experiment, read = subject.experiment, _read("renderers.configs")
+    name = experiment.model.renderer
+    if not experiment.samples or name == "auto" or not isinstance(read, tuple):
+        return
+    fields = [node for node in ast.walk(read[1]) if isinstance(node, ast.AnnAssign)]
+    literals = [node.annotation for node in fields if isinstance(node.target, ast.Name) and node.target.id == "name"]
+    constants = [node.value for literal in literals for node in ast.walk(literal) if isinstance(node, ast.Constant)]
+    if (known := sorted({str(value) for value in constants})) and name not in known:
+        elsewhere = subject.is_slurm and starts_elsewhere(experiment, subject.site)
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        remedy = f"{hint}there are {', '.join(known)}"
+        message = f"the `renderers` package has no {name!r}"
+        yield Finding("PH233", "warning" if elsewhere else "error", "model.renderer", message, remedy)
+
+
+@rule(*EVERY)
+def reward_models(subject: Subject) -> Iterator[Finding]:
+    """Report a judge whose model is of another kind than `runner` says, and the shipped reward of a reward model where
+    nothing would answer it: every episode would fail."""
+    judge = subject.experiment.judge_inference
+    scores, key = judge is not None and judge.runner == "pooling", "judge_inference.runner"
+    asking = [
+        f"{where}.args.reward"
+        for where, env in (() if is_parent(subject.experiment) else stated_environments(subject.experiment))
+        if any(place == _REWARD_MODEL for place, _ in own_rewards(env.id, env.args))
+    ]
+    if judge is None:
+        shell = [*subject.site.setup, *subject.experiment.slurm.setup] if subject.is_slurm else []
+        if asking and "JUDGE_URL" not in subject.environ and not any("JUDGE_URL" in line for line in shell):
+            remedy = "judge_inference: {model: ..., runner: pooling}, or the address of a running one in JUDGE_URL"
+            remedy += " (slurm.env)" if subject.is_slurm else ""
+            yield Finding.error("PH238", asking[0], "no reward model is there for it to ask", remedy)
+        return
+    kinds = (read_config(judge.model, subject.environ) or {}).get("architectures") or []
+    is_scorer = any("Classification" in str(kind) or "Reward" in str(kind) for kind in kinds)
+    if is_scorer and not scores:
+        message = f"{judge.model} is a {kinds[0]}: it scores, and does not reply"
+        yield Finding.error("PH238", key, message, "runner = pooling, or a causal language model")
+    elif asking and not scores:
+        remedy = "runner = pooling with a reward model, or a reward function that asks for a reply"
+        yield Finding.error("PH238", key, f"{asking[0]} asks for scores, and this judge replies", remedy)
+    elif asking and kinds and not is_scorer and not judge.vllm:
+        message = f"{judge.model} is a {kinds[0]}: it has no class whose logit is a reward"
+        yield Finding.error("PH238", "judge_inference.model", message, "a sequence classifier of one class")

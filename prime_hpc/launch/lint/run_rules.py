@@ -212,6 +212,14 @@ def learning(subject: Subject) -> Iterator[Finding]:
             "by a figure that tells little but how many groups have no signal",
             "orchestrator.advantage.type = dr_grpo (REINFORCE++-baseline, ScaleRL), or scale = none",
         )
+    if loss.objective.imitates and not advantage.imitates and not experiment.orchestrator.curriculum.gates:
+        yield Finding.warning(
+            "PH227",
+            "trainer.loss.type",
+            f"{loss.type} looks at no advantage: bad rollouts are imitated as good ones are, and rewards teach nothing",
+            "another trainer.loss.type; orchestrator.advantage.type = sft with a teacher; or "
+            "orchestrator.curriculum.gates that let good groups alone in",
+        )
     if advantage.type == "opsd" and experiment.max_model_len <= experiment.seq_len:
         yield Finding.warning(
             "PH223",

@@ -74,7 +74,7 @@ def sizes(subject: Subject) -> Iterator[Finding]:
             if asked.gpus_per_node > part.gpus_per_node:
                 yield Finding.error(
                     "PH302",
-                    key_of(role, "gpus_per_node", subject.experiment),
+                    _key_beside_partition(subject, role, "gpus_per_node"),
                     f"{asked.gpus_per_node} GPUs a node are asked of {name}, whose nodes have {part.gpus_per_node}",
                     f"at most {part.gpus_per_node}, or another partition",
                 )
@@ -82,7 +82,7 @@ def sizes(subject: Subject) -> Iterator[Finding]:
             if part.cpus_per_node and cpus > part.cpus_per_node:
                 yield Finding.error(
                     "PH315",
-                    key_of(role, "cpus_per_task", subject.experiment),
+                    _key_beside_partition(subject, role, "cpus_per_task"),
                     f"{cpus} CPUs a node are asked of {name}, whose nodes have {part.cpus_per_node}",
                     f"at most {part.cpus_per_node}",
                 )
@@ -105,11 +105,18 @@ def sizes(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def _key_beside_partition(subject: Subject, role: SlurmRole, field: str) -> str:
+    """Key of what does not fit a partition: the role's own where it has chosen that, for others have other nodes."""
+    group = getattr(subject.experiment.slurm, role)
+    has_own = group is not None and group.partition is not None
+    return f"slurm.{role}.{field}" if has_own else key_of(role, field, subject.experiment)
+
+
 def _memory_size(subject: Subject, role: SlurmRole, name: str) -> Iterator[Finding]:
     part, text = subject.site.partitions[name], subject.roles[role].options.get("mem")
     if text is None:
         return
-    key = key_of(role, "mem", subject.experiment)
+    key = _key_beside_partition(subject, role, "mem")
     try:
         mib = parse_mem_mib(str(text))
     except ConfigError as error:
@@ -179,6 +186,15 @@ def _unsaid_gpus(subject: Subject) -> Iterator[Finding]:
             f"and the config does not say, so {' and '.join(names)} would compute on the CPU",
             "state slurm.gpus_per_node (0 or device: cpu for a run on CPUs), or add the partition to the site profile",
         )
+    for role, asked in subject.roles.items():
+        is_meant = role == "orchestrator" or _states_gpus(subject, role)
+        if not asked.gpus_per_node and subject.facts_of(role) and not is_meant:
+            yield Finding.warning(
+                "PH318",
+                _key_beside_partition(subject, role, "partition"),
+                f"nodes of {', '.join(asked.partitions)} have no GPUs: {role} would compute on the CPU",
+                "a partition with GPUs; or say that it is meant, by gpus_per_node = 0 there or device: cpu",
+            )
 
 
 def _idle_gpus(subject: Subject) -> Iterator[Finding]:
@@ -212,9 +228,13 @@ def _gpus_used(subject: Subject) -> dict[str, int]:
 
 def _speaks_of_gpus(subject: Subject, role: SlurmRole) -> bool:
     """Return whether anything says how many GPUs a role's nodes have."""
+    return bool(subject.facts_of(role)) or _states_gpus(subject, role)
+
+
+def _states_gpus(subject: Subject, role: SlurmRole) -> bool:
     slurm = subject.experiment.slurm
     levels = (getattr(slurm, role), slurm, subject.site.options)
-    return bool(subject.facts_of(role)) or any(o.gpus_per_node is not None or o.gres is not None for o in levels)
+    return any(level.gpus_per_node is not None or level.gres is not None for level in levels)
 
 
 @rule(*EVERY, slurm=True)

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.env_files import named_files
+from prime_hpc.config.env_files import named_files, short_id
 from prime_hpc.config.families import vision_problem
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.rows.reading import as_messages, prompt_column
-from prime_hpc.launch.checks import stated_environments, trained_names
+from prime_hpc.launch.checks import key_of_id, stated_environments, trained_names
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Subject, rule
 from prime_hpc.store.dataset.files import find_data, first_row
 from prime_hpc.store.dataset.row_images import IMAGE_HERE, image_parts, other_media
@@ -71,8 +71,12 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 @rule(*EVERY)
 def prompts(subject: Subject) -> Iterator[Finding]:
-    """Rows of `rows` and `prompts` that show what the model does not see, as far as the first of each file tells."""
+    """Report `shapes`, and rows of `rows` and `prompts`, that show what the model does not see, as far as the first
+    row of each file tells."""
     for key, env in stated_environments(subject.experiment):
+        if short_id(env.id) == "shapes" and _reads_text_alone(subject):
+            message = f"{env.id} shows images, and the model reads text alone: its episodes would fail"
+            yield Finding.error("PH129", key_of_id(key), message, "model.vision: frozen, with a model that sees images")
         columns = {name: value for name, value in env.args.items() if isinstance(value, str)}
         for name, path in named_files(env.id, env.args):
             row: dict[str, Any] = {}

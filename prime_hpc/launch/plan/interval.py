@@ -15,6 +15,7 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.epochs import with_expected_steps
 from prime_hpc.launch.estimate.step_time import Pace
+from prime_hpc.observe.console import in_seconds
 from prime_hpc.slurm.times import format_time
 from prime_hpc.store.checkpoint.optimal_interval import (
     DAY_S,
@@ -114,6 +115,7 @@ def interval_lines(interval: int | str | None, facts: Mapping[str, Any], speed: 
         ]
     return [
         *lines,
-        f"from {speed.step_s:.3g} s a step ({speed.step_from}), {facts['restart_s']} s for a restart, {facts['why']}",
+        f"from {in_seconds(speed.step_s)} a step ({speed.step_from}), {facts['restart_s']} s for a restart, "
+        f"{facts['why']}",
         f"failures: {facts['failures_from']}",
     ]

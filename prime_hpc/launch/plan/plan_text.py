@@ -11,6 +11,7 @@ from prime_hpc.launch.plan import words
 from prime_hpc.launch.plan.interval import interval_lines
 from prime_hpc.launch.plan.plan import Plan
 from prime_hpc.launch.plan.this_machine import launcher
+from prime_hpc.observe.console import in_seconds
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.options import num_env_nodes
 from prime_hpc.slurm.placement import RoleGroup, across_nodes
@@ -82,8 +83,9 @@ def _role_lines(plan: Plan) -> list[str]:
     if experiment.kind == "sft":
         lines += [*words.evaluation_lines(experiment), f"data          {words.data_line(experiment)}"]
     ranks = next(group for group in plan.placement.groups if group.role == "trainer")
+    num_ranks = experiment.trainer.num_ranks
     lines.append(
-        f"trainer       {experiment.trainer.launcher}, {experiment.trainer.num_ranks} FSDP2 ranks"
+        f"trainer       {experiment.trainer.launcher}, {num_ranks} FSDP2 rank{'s' * (num_ranks > 1)}"
         f"{experiment.trainer.parallel_dims.suffix} on "
         f"{_span([ranks], ranks.num_nodes)}, {ranks.processes_per_node} a node; {_gpus([ranks])}; "
         f"micro-batches of {experiment.micro_batch_tokens} tokens"
@@ -158,8 +160,8 @@ def _checkpoint_lines(plan: Plan) -> list[str]:
     resume = f", resumes at {ckpt.resume_step}" if ckpt.resume_step is not None else ""
     every = "as often as costs least" if ckpt.interval == "auto" else f"every {ckpt.interval} steps"
     return [
-        f"checkpoints  {every}{resume}; a save takes about {speed.save_s:.3g} s ({speed.save_from}) and holds "
-        f"training up for {speed.stall_s:.2g} s",
+        f"checkpoints  {every}{resume}; a save takes about {in_seconds(speed.save_s)} ({speed.save_from}) and holds "
+        f"training up for {in_seconds(speed.stall_s)}",
         *(f"             {line}" for line in interval_lines(ckpt.interval, plan.interval, speed)),
     ]
 

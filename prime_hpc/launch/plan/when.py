@@ -22,6 +22,7 @@ from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.prepare import for_evaluation
 from prime_hpc.launch.submission import uses_slurm
+from prime_hpc.observe.console import in_seconds
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.table import align
 from prime_hpc.slurm.client import ASK_TIMEOUT_S
@@ -233,7 +234,8 @@ def _time_to_result(made: Submission, step_s: float | None, step_of: StepOf | No
         return None, ""
     steps = last - _steps_done(experiment, last)
     run_s = made.site.startup_s + steps * step_s
-    words = f"{format_time(run_s)}: {steps} steps of {step_s:.3g} s ({said}), {made.site.startup_s:g} s until the first"
+    words = f"{format_time(run_s)}: {steps} steps of {in_seconds(step_s)} ({said}), "
+    words += f"{made.site.startup_s:g} s until the first"
     return run_s, words + _returns(made, run_s)
 
 

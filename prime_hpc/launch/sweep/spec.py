@@ -190,6 +190,8 @@ def _validate(data: dict[str, Any], document: Document) -> SweepFile:
             message = detail["msg"].replace("Input should", "must")
             if detail["type"] == "extra_forbidden":
                 near = nearest_path(".".join(path), _file_keys())
+                if path[0] == "axes" and near is None:  # as other sweeps have it
+                    near = f"axes.product: {{{'.'.join(path[1:])}: [...]}}"
                 message = "unknown key" + (
                     f"; did you mean {near}?" if near else f"; there are {', '.join(_file_keys())}"
                 )

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from prime_hpc.observe.console import in_seconds
+
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 CHEAP_SHARE = 1 / 200
@@ -156,7 +158,7 @@ def plan_interval(
     if best > limit:
         why.append(f"at least every {_span(limit)}")
     interval = max(min(best, limit), write_s, step_s)
-    why.append(f"a save delays training by {save_s:.2g} s")
+    why.append(f"a save delays training by {in_seconds(save_s)}")
     num_steps = max(1, round(interval / max(step_s, 1e-9)))
     loss = expected_loss_percent(interval, save_s, mean, restart_s, write_s)
     return IntervalPlan(interval, num_steps, loss, mean, "; ".join(why))

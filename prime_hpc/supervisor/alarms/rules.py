@@ -91,7 +91,8 @@ class Watcher:
         else:
             line = f"at {rule.falls_to:g} of its best, {self._best or 0.0:.4g}"
         row = f" for {rule.for_steps} steps" if rule.for_steps > 1 else ""
-        return f"{rule.title}: {rule.metric} is {number:.4g}{at}, {line}{row}"
+        named = "" if rule.title == rule.metric else f"{rule.title}: "
+        return f"{named}{rule.metric} is {number:.4g}{at}, {line}{row}"
 
 
 def figures_of(file: str, row: dict[str, Any]) -> dict[str, Any]:
