@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
 from prime_hpc.trainer.multi import child_run, loop
@@ -189,3 +190,29 @@ def test_runs_of_a_trainer_that_ends_wait_for_room_when_all_others_have_saved(mo
         run.save = lambda *, is_last, run=run: (order.append((run.name, run.trainer.saver.room_s)), run._write())  # type: ignore
     multi._end(loop.Command(loop.Kind.END, save=True))
     assert order == [("a", None), ("b", None), ("a", 5.0)]
+
+
+def test_an_end_writes_nothing_again_that_failed_for_good_and_leaves_no_stopped_run_to_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A save that failed counts as done when it is asked for again; a STOP file is gone once it was seen."""
+    runs = [_Run("a", {1: 1}), _Run("b", {}), _Run("c", {})]
+    multi, _, ends = _multi(monkeypatch, runs, 600.0)
+    for run in runs:
+        run.step = 1
+    tries = list[str]()
+
+    def fail(*, is_last: bool) -> None:
+        tries.append("b")
+        if len(tries) == 1:
+            raise StoreError("b: I/O error")
+
+    runs[1].save = fail  # type: ignore[method-assign]
+    multi._execute(loop.Command(loop.Kind.LEAVE, "a", leave=loop.Leave("a", "stopped", "asked to", save=True)))
+    multi._leaving = [loop.Leave("c", "failed", "no orchestrator", save=True)]
+    said = list[str]()
+    number = logger.add(lambda message: said.append(str(message)), level="ERROR", format="{message}")
+    multi._end(loop.Command(loop.Kind.END, save=True))
+    logger.remove(number)
+    assert tries == ["b"] and said == ["b: its checkpoint of step 1 was not saved: b: I/O error\n"]
+    assert ends == ["a stopped asked to"] and runs[0].saved == 1
