@@ -283,6 +283,8 @@ class MultiTrainer:
             self._run_slots.began(command.admission, child.step, child.progress)
             self._queue.add(command.name)
             self._watches[command.name] = _Watch(child.next_batch())
+        if child.is_done:  # its last version alone was missing
+            self._close(command.name, "done", None)
 
     def _train(self, name: str) -> None:
         child = self._children[name]
