@@ -336,7 +336,7 @@ class MultiTrainer:
         if name in self._children:
             self._close(name, "failed", str(error), error)
         elif self._run_slots is not None and isinstance(error, NoRoom | Unreadable):
-            self._run_slots.put_back(name, str(error))
+            self._run_slots.put_back(name, error)
         elif self._run_slots is not None:  # it could not even begin
             self._run_slots.ended(name, "failed", str(error))
 
