@@ -93,7 +93,10 @@ def attach(batch: RankBatch, table: NDArray[np.float64]) -> RankBatch:
     """Return a batch of pairs with the reference's sums. Raises SFTDataError: those of a row are not known."""
     rows = batch.sample_ids[::2]
     if missing := rows[_lacks(table, batch)].tolist():
-        raise SFTDataError(f"row {missing[0] + 1} has no reference log-probability: do the data change meanwhile?")
+        raise SFTDataError(
+            f"row {missing[0] + 1} has no reference log-probability: do the data change meanwhile? If they do no more, "
+            "delete the run's reference.npz: the next attempt computes all of them"
+        )
     return replace(batch, reference_sums=table[rows, :2].ravel())
 
 
