@@ -163,6 +163,7 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
         if existing.incarnation == manifest.incarnation:
             if existing.digest == manifest.digest:
                 files.fsync_dir(final.parent)
+                _unsynced.discard(final)
                 files.remove_tree(stage)
                 return existing
             if final not in _unsynced:

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loguru import logger
 
+from prime_hpc.config import Experiment
 from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
 from prime_hpc.trainer.multi import child_run, loop
+from prime_hpc.trainer.multi.admission import Admission
 from prime_hpc.trainer.multi.child_run import READ_S, begin_child
 from prime_hpc.trainer.rank_group import RankGroup
 
@@ -189,3 +192,47 @@ def test_runs_of_a_trainer_that_ends_wait_for_room_when_all_others_have_saved(mo
         run.save = lambda *, is_last, run=run: (order.append((run.name, run.trainer.saver.room_s)), run._write())  # type: ignore
     multi._end(loop.Command(loop.Kind.END, save=True))
     assert order == [("a", None), ("b", None), ("a", 5.0)]
+
+
+def test_an_end_writes_nothing_again_that_failed_for_good_and_leaves_no_stopped_run_to_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A save that failed counts as done when it is asked for again; a STOP file is gone once it was seen."""
+    runs = [_Run("a", {1: 1}), _Run("b", {}), _Run("c", {})]
+    multi, _, ends = _multi(monkeypatch, runs, 600.0)
+    for run in runs:
+        run.step = 1
+    tries = list[str]()
+
+    def fail(*, is_last: bool) -> None:
+        tries.append("b")
+        if len(tries) == 1:
+            raise StoreError("b: I/O error")
+
+    runs[1].save = fail  # type: ignore[method-assign]
+    multi._execute(loop.Command(loop.Kind.LEAVE, "a", leave=loop.Leave("a", "stopped", "asked to", save=True)))
+    multi._leaving = [loop.Leave("c", "failed", "no orchestrator", save=True)]
+    said = list[str]()
+    number = logger.add(lambda message: said.append(str(message)), level="ERROR", format="{message}")
+    multi._end(loop.Command(loop.Kind.END, save=True))
+    logger.remove(number)
+    assert tries == ["b"] and said == ["b: its checkpoint of step 1 was not saved: b: I/O error\n"]
+    assert ends == ["a stopped asked to"] and runs[0].saved == 1
+
+
+@pytest.mark.parametrize("has_version", [True, False])
+def test_a_run_whose_last_version_had_no_room_is_done_once_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_version: bool
+) -> None:
+    """An attempt that had to end has saved the last step, which a version belongs to."""
+    info: Any = SimpleNamespace(step=2)
+    admission = Admission("a", tmp_path, Experiment.model_construct(max_steps=2), 0, 2, info, not has_version)
+    assert admission.is_done == has_version
+    run = _Run("a", {})
+    run.step = 2
+    multi, _, ends = _multi(monkeypatch, [], 600.0)
+    multi._experiment.micro_batch_tokens, multi._base = 64, None
+    monkeypatch.setattr(loop, "begin_child", lambda *_: run)
+    multi._run_slots.began, multi._say_idle, run.progress = lambda *_: None, lambda is_idle: None, {}  # type: ignore
+    multi._execute(loop.Command(loop.Kind.ADMIT, "a", admission=admission))
+    assert ends == ["a done None"] and not multi._children and not multi._watches

@@ -17,7 +17,7 @@ from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.batches import list_batches
 from prime_hpc.store.checkpoint.newest import Choice
 from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state, write_state
-from prime_hpc.store.errors import FencedError, Unreadable
+from prime_hpc.store.errors import FencedError, NoRoom, Unreadable
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation
 from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.trainer.multi import admission, run_slots
@@ -25,6 +25,7 @@ from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, UNCHANGED_S,
 from tests.support.checkpoints import make_checkpoint
 
 SHARED = share(["test"])
+BROKEN = Unreadable("c", "Input/output error")
 
 
 class World:
@@ -207,7 +208,7 @@ def test_a_run_put_back_in_the_midst_of_its_deletion_is_gone(world: World) -> No
     world.look()
     admission = world.roster.admit()
     assert admission is not None
-    world.roster.put_back("run_a", "Input/output error")
+    world.roster.put_back("run_a", BROKEN)
     shutil.rmtree(path)
     path.mkdir()
     write_state(path, ChildState("waiting"))  # the trainer's word came after the deletion
@@ -241,24 +242,43 @@ def test_a_run_that_cannot_be_read_is_tried_less_and_less_often(world: World) ->
     while world.now < 400 and len(tried) < 7:
         if world.roster.admit() is not None:
             tried.append(world.now)
-            world.roster.put_back("run_a", "Input/output error")
+            world.roster.put_back("run_a", BROKEN)
         world.now += 1
     assert [after - before for before, after in pairwise(tried)] == [5, 10, 20, 40, 60, 60]
     world.now += 100
     assert world.admit() == "run_a"  # now it can be read
-    world.roster.put_back("run_a", "Input/output error")
+    world.roster.put_back("run_a", BROKEN)
     world.now += 5
     assert world.roster.admit() is not None
 
 
-def test_that_nothing_can_be_read_ends_the_attempt(world: World) -> None:
+@pytest.mark.parametrize("error", [BROKEN, NoRoom("c: disk full")])
+def test_that_nothing_can_be_read_or_begun_ends_the_attempt(world: World, error: NoRoom | Unreadable) -> None:
     world.child("run_a")
     world.look()
-    with pytest.raises(Unreadable, match=r"waited 600 s \(supervisor.read_timeout_s\)"):
+    with pytest.raises(type(error), match=r"^c: .*; waited 600 s \(supervisor.read_timeout_s\)"):
         for _ in range(20):
             if world.roster.admit() is not None:
-                world.roster.put_back("run_a", "Input/output error")
+                world.roster.put_back("run_a", error)
             world.now += 60
+
+
+def test_a_full_disk_fails_no_run_that_would_begin(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.child("run_a")
+    world.look()
+    claim, full = admission.claim_incarnation, [True]
+
+    def refuse(*args: Any, **more: Any) -> int:
+        if full:
+            raise NoRoom("c: disk full") from OSError(28, "No space left on device")
+        return claim(*args, **more)
+
+    monkeypatch.setattr(admission, "claim_incarnation", refuse)
+    assert world.admit() is None
+    assert world.said[-1][1].phase == "waiting" and world.said[-1][1].reason == "c: disk full"
+    full.clear()
+    world.now += UNREAD_S
+    assert world.admit() == "run_a"
 
 
 def test_stop_file(world: World) -> None:

@@ -170,7 +170,7 @@ def test_a_resumed_run_tokenises_nothing_ahead_that_was_looked_at(group: None, t
 
     left: list[RankBatch] = []
 
-    def tokenised(row: int, stops_after: int = 99) -> int:
+    def tokenised(row: int, stops_after: int = 99, *, step: int = 3, model: Path = folder) -> int:
         trainer: Any = Told(folder, stops_after)
         data: Any = object.__new__(RealData)
         data._recipe = SimpleNamespace(makes=RECIPE.makes, found=SimpleNamespace(files=[rows]))
@@ -181,8 +181,8 @@ def test_a_resumed_run_tokenises_nothing_ahead_that_was_looked_at(group: None, t
         data._stream.position = Position(row=row)
         looked.clear()
         left.clear()
-        references = References(file, folder)
-        fill(trainer, references, [data.references(references)])
+        references = References(file, model)
+        fill(trainer, references, [data.references(references, step)])
         return len(looked)
 
     assert tokenised(2, stops_after=2) == 2
@@ -190,6 +190,8 @@ def test_a_resumed_run_tokenises_nothing_ahead_that_was_looked_at(group: None, t
     assert tokenised(2) == tokenised(4) == 0
     assert tokenised(0) == 3, "before the place that was looked at first"
     assert tokenised(0) == 0
+    assert tokenised(0, step=2) == 3, "more steps are left than were looked at"
+    assert tokenised(0, model=make_tiny_model(tmp_path / "other", seed=5)) == 3, "of these weights nothing is known"
     rows.write_text("{ }")
     assert tokenised(4) == 3
 
@@ -205,6 +207,6 @@ def test_a_row_without_a_reference_is_named() -> None:
     table = np.full((6, 3), -1.0)
     table[:4, 2] = np.concatenate([_contents(batch) for batch in batches(4)])
     table[1] = np.nan
-    with pytest.raises(SFTDataError, match="row 2 has no reference"):
+    with pytest.raises(SFTDataError, match=r"row 2 has no reference.*delete the run.s reference\.npz"):
         attach(batches()[0], table)
     assert attach(batches()[1], table).reference_sums is not None

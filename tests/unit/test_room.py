@@ -194,7 +194,10 @@ def test_a_supervisor_that_meets_a_full_disk_ends_with_its_code(tmp_path: Path) 
     assert Ended.by_itself(OSError(errno.EAGAIN, "no more processes")).code == 1
 
 
-def test_what_got_its_name_before_the_file_system_failed_is_written_again_in_any_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [b"changes", b"whole"])
+def test_what_got_its_name_before_the_file_system_failed_is_written_again_in_any_form(
+    tmp_path: Path, first: bytes
+) -> None:
     """As a weight version, of which only changes were written, is whole after a failure."""
     paths = RunPaths(tmp_path)
     final = paths.weights_step(1)
@@ -209,7 +212,7 @@ def test_what_got_its_name_before_the_file_system_failed_is_written_again_in_any
 
     claim_incarnation(paths)
     with files.observe_operations(fail), pytest.raises(StoreError, match="I/O error"):
-        write(b"changes")
+        write(first)
     for _ in range(2):
         write(b"whole")
         assert (final / "model").read_bytes() == b"whole" and files.list_dir(paths.weights) == ["step_000001"]

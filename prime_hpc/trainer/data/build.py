@@ -134,7 +134,7 @@ class RealData:
         looks = [version_of(path) for path in self._recipe.found.files]
         own = fingerprint_of(self._fingerprint, self._made_by, *self._recipe.makes, self._shape, end, *looks)
         mark = self._ranks.broadcast(own)  # clocks of nodes differ, and so may what they say of a file
-        is_known = references.has_all(mark, self._stream.position.row)
+        is_known = references.has_all(mark, self._stream.position.row, step)
         return self._sums, iter(()) if is_known else self._rows_ahead(step, references, mark)
 
     def _rows_ahead(self, step: int, references: References, mark: int) -> Iterator[RankBatch]:
@@ -149,7 +149,7 @@ class RealData:
             if (batch := stream.next()) is None:
                 break
             yield batch.ranked
-        references.note_all(mark, position.row)
+        references.note_all(mark, position.row, step)
 
     def _new_stream(self, order: RowOrder, last_row: int | None) -> SampleStream:
         share, num_shares = self._part

@@ -8,7 +8,6 @@ does not hold yet (a pass that was interrupted, a run that is made longer, a row
 before a checkpoint is loaded, while the policy has those weights still; under an adapter the adapter is left out.
 """
 
-import sys
 import time
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -71,14 +70,18 @@ class References:
         key = fingerprint_of(rows.fingerprint, made_by, *recipe.makes, self._weights)
         return self._tables.setdefault(f"{key:016x}", np.full((rows.num_rows, 3), np.nan))
 
-    def has_all(self, mark: int, row: int) -> bool:
+    def has_all(self, mark: int, row: int, step: int) -> bool:
         """Return whether all that comes from a place in the stream of rows on is known, and so need not be tokenised to
-        be compared. `mark`: of the stream, its end and its files."""
-        return int(self._tables.get(f"read-{mark:016x}", np.array(sys.maxsize))) <= row
+        be compared. `mark`: of the stream, its end and its files; `step`: done there, fewer of which are left then."""
+        seen = self._tables.get(self._note(mark))
+        return seen is not None and bool((seen <= (row, step)).all())
 
-    def note_all(self, mark: int, row: int) -> None:
+    def note_all(self, mark: int, row: int, step: int) -> None:
         """Note that it is, see `has_all`."""
-        self._tables[f"read-{mark:016x}"], self.is_changed = np.array(row, np.float64), True
+        self._tables[self._note(mark)], self.is_changed = np.array([row, step], np.float64), True
+
+    def _note(self, mark: int) -> str:
+        return f"read-{mark:016x}-{self._weights}"
 
     def write(self) -> None:
         """Keep it. Raises StoreError: the disk is full, not writable or broken."""
@@ -90,7 +93,10 @@ def attach(batch: RankBatch, table: NDArray[np.float64]) -> RankBatch:
     """Return a batch of pairs with the reference's sums. Raises SFTDataError: those of a row are not known."""
     rows = batch.sample_ids[::2]
     if missing := rows[_lacks(table, batch)].tolist():
-        raise SFTDataError(f"row {missing[0] + 1} has no reference log-probability: do the data change meanwhile?")
+        raise SFTDataError(
+            f"row {missing[0] + 1} has no reference log-probability: do the data change meanwhile? If they do no more, "
+            "delete the run's reference.npz: the next attempt computes all of them"
+        )
     return replace(batch, reference_sums=table[rows, :2].ravel())
 
 

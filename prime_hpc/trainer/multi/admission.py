@@ -36,8 +36,8 @@ class Admission:
 
     @property
     def is_done(self) -> bool:
-        """True if its last step was saved already."""
-        return self.resume is not None and self.resume.step >= self.experiment.max_steps
+        """True if its last step was saved already, and its version is there."""
+        return self.resume is not None and self.resume.step >= self.experiment.max_steps and not self.republish
 
 
 def read_child(parent: Experiment, path: Path) -> Experiment:

@@ -283,6 +283,8 @@ class MultiTrainer:
             self._run_slots.began(command.admission, child.step, child.progress)
             self._queue.add(command.name)
             self._watches[command.name] = _Watch(child.next_batch())
+        if child.is_done:  # its last version alone was missing
+            self._close(command.name, "done", None)
 
     def _train(self, name: str) -> None:
         child = self._children[name]
@@ -334,7 +336,7 @@ class MultiTrainer:
         if name in self._children:
             self._close(name, "failed", str(error), error)
         elif self._run_slots is not None and isinstance(error, NoRoom | Unreadable):
-            self._run_slots.put_back(name, str(error))
+            self._run_slots.put_back(name, error)
         elif self._run_slots is not None:  # it could not even begin
             self._run_slots.ended(name, "failed", str(error))
 
@@ -366,21 +368,27 @@ class MultiTrainer:
             logger.error(f"{name}: {reason}; and this could not be written: {failure}")
 
     def _end(self, command: Command) -> None:
-        """Take the last turn. What still trains goes on in the trainer's next attempt."""
-        unsaved, troubles = list(self._children) if command.save else [], dict[str, str]()
+        """Take the last turn. What still trains goes on in the trainer's next attempt, but for what has a STOP file."""
+        unsaved, errors = list(self._children) if command.save else [], dict[str, StepRefused | StoreError]()
         for room_s in (None, self._experiment.supervisor.write_timeout_s):  # none waits before all others have saved
-            troubles = {}
             for name in unsaved:
+                errors.pop(name, None)
                 self._children[name].trainer.saver.room_s = room_s
                 try:
                     self._children[name].save(is_last=True)
                 except ENDS_A_RUN as error:
-                    troubles[name] = str(error)
-            unsaved = list(troubles)
+                    errors[name] = error
+            unsaved = [name for name in unsaved if isinstance(errors.get(name), NoRoom | Unreadable)]
+        # files STOP that were seen are gone: the next attempt would know nothing of them
+        leaves = [leave for leave in (*self._leaving, *(held.command.leave for held in self._held.values())) if leave]
+        stopped = {leave.name: leave.reason for leave in leaves if leave.phase == "stopped" and command.save}
         for name, child in self._children.items():
-            trouble = child.close() or troubles.get(name)
+            trouble = child.close() or (str(errors[name]) if name in errors else None)
             if trouble is not None and self._rank == 0:
                 logger.error(f"{name}: its checkpoint of step {child.step} was not saved: {trouble}")
+            if self._run_slots is not None and name in stopped:
+                reason = "; ".join(filter(None, [stopped[name], trouble]))
+                self._run_slots.ended(name, "stopped" if trouble is None else "failed", reason)
         if self._rank == 0:
             steps = ", ".join(f"{name} at step {child.step}" for name, child in self._children.items()) or "none"
             logger.info(f"stopping: {command.reason}; runs that were training: {steps}")

@@ -20,7 +20,7 @@ from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.run_files import STOP as STOP_FILE
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.child_runs import ChildState, Phase, list_children, read_state_strictly, write_state
-from prime_hpc.store.errors import PROOFS, FencedError, InDoubt, StoreError, Unreadable
+from prime_hpc.store.errors import PROOFS, FencedError, InDoubt, NoRoom, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import as_unreadable
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, current_incarnation
@@ -250,7 +250,7 @@ class RunSlots:
 
         Raises:
             FencedError: a newer attempt of this trainer has begun; it may give no slot any more.
-            Unreadable: see `_put_off`.
+            NoRoom, Unreadable: see `_put_off`.
         """
         for name in self.waiting:
             unread = self._unread.setdefault(name, _Unread(FailedReads(self._parent.supervisor.recheck_s)))
@@ -273,7 +273,8 @@ class RunSlots:
                 self._put_off(name, unread, Unreadable(self._dir / name, str(error)))  # an older trainer's last word
                 continue
             except (ConfigError, StoreError, OSError) as error:
-                trouble = as_unreadable(error.__cause__ if isinstance(error, ConfigError) else error)
+                told = error.__cause__ if isinstance(error, ConfigError) else error
+                trouble = told if isinstance(told, NoRoom) else as_unreadable(told)
                 if trouble is not None:
                     self._put_off(name, unread, trouble)
                 else:
@@ -288,9 +289,9 @@ class RunSlots:
             return admission
         return None
 
-    def _put_off(self, name: str, unread: _Unread, trouble: Unreadable) -> None:
-        """Let it wait, and others take their turn. Raises Unreadable: for so long that, with nothing else to train,
-        this trainer's attempt is over; the next one goes on."""
+    def _put_off(self, name: str, unread: _Unread, trouble: NoRoom | Unreadable) -> None:
+        """Let it wait, and others take their turn. Raises NoRoom, Unreadable: for so long that, with nothing else to
+        train, this trainer's attempt is over; the next one goes on."""
         now, limit = self._clock(), self._parent.supervisor.read_timeout_s
         logger.warning(f"{name} waits: {trouble}")
         if isinstance(trouble, InDoubt):
@@ -300,18 +301,22 @@ class RunSlots:
             unread.pause = min(2 * unread.pause, MOST_UNREAD_S) or UNREAD_S
             unread.next_try = now + unread.pause
         if unread.since is not None and now - unread.since > limit and not self.training:
-            raise Unreadable(trouble.file, f"{trouble.why}; waited {limit:.0f} s (supervisor.read_timeout_s)")
+            waited = f"waited {limit:.0f} s (supervisor.read_timeout_s)"
+            if isinstance(trouble, NoRoom):
+                raise NoRoom(f"{trouble}; {waited}")
+            raise Unreadable(trouble.file, f"{trouble.why}; {waited}")
         self._set(name, replace(self._states[name], phase="waiting", reason=str(trouble), slot=None))
 
-    def put_back(self, name: str, reason: str) -> None:
-        """Have a run wait for another try that was given a slot and could not begin: something could not be read."""
+    def put_back(self, name: str, error: NoRoom | Unreadable) -> None:
+        """Have a run wait for another try that was given a slot and could not begin: something could not be read, or
+        its version not be written."""
         if name in self._slots:
             self._slots[self._slots.index(name)] = None
             self._lives.pop(name, None)
         self._seen.setdefault(name, _Seen(self._clock()))
         unread = self._unread.setdefault(name, _Unread(FailedReads(self._parent.supervisor.recheck_s)))
         self._states.setdefault(name, ChildState("waiting"))
-        self._put_off(name, unread, Unreadable(self._dir / name, reason))
+        self._put_off(name, unread, error)
 
     def began(self, admission: Admission, step: int, progress: dict[str, int]) -> None:
         """Every rank holds the run now: its orchestrator may begin."""
