@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -45,6 +46,7 @@ from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.weights.publish import Publisher
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lora import adapters_of, fill_randomly
+from tests.support.tiny_checkpoints import make_checkpoint as make_model
 from tests.support.tiny_families import make_family
 from tests.support.tiny_model import make_tiny_model
 
@@ -180,6 +182,16 @@ def test_a_version_is_what_transformers_loads_and_what_training_goes_on_from(
     assert "lm_head.weight" not in stored_tensors(first)
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "phi"])
+def test_a_head_of_another_name_or_with_a_bias_is_left_out(group: None, tmp_path: Path, family: str) -> None:
+    source = make_model(tmp_path / family, family)
+    AutoTokenizer.from_pretrained(make_tiny_model(tmp_path / "tokenizer")).save_pretrained(source)
+    policy = loaded(source)
+    labelled = published(policy, source, tmp_path / "run")
+    hf = AutoModelForSequenceClassification.from_pretrained(labelled)
+    assert torch.equal(hf.score.weight, policy.hf.score.weight.full_tensor()) and hf.config.num_labels == 1
+
+
 def test_a_new_head_is_the_seeds_and_half_precision_scores_in_float32(group: None, tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "model")
     heads = [loaded(source, seed).hf.score.weight.full_tensor() for seed in (1, 1, 2)]
@@ -201,6 +213,12 @@ def test_a_model_without_such_a_head_is_refused(group: None, tmp_path: Path) -> 
     with pytest.raises(
         ValueError, match=r"model\.name = .*transformers has no granite of text alone with a head for labels"
     ):
+        loaded(source)
+    labelled = dict(config) | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 2}
+    (source / "config.json").write_text(json.dumps(labelled))
+    tensors = load_file(source / "model.safetensors") | {"score.weight": torch.zeros(2, config["hidden_size"])}
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is a classifier of 2 labels, and a reward model has one"):
         loaded(source)
     with pytest.raises(ValueError, match=r"no tokenizer in"):
         loaded(make_family(tmp_path / "bare", "llama"))
