@@ -21,7 +21,7 @@ from prime_hpc.trainer.parallel.tensor import local
 SCORE = "score.weight"
 _NOWHERE = "a new head"
 _LM_HEADS = ("lm_head.", "embed_out.", "output_projection.")
-"""What families call a language model's head, which a reward model has not: its weight, of some a bias."""
+"""Names of a language model's head, which a reward model has not: its weight, of some families a bias."""
 
 
 def config_of(hf_config: Any) -> Any:
