@@ -9,7 +9,8 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.store.manifest import MANIFEST
-from prime_hpc.store.model.files import CHAT_TEMPLATE
+from prime_hpc.store.model.config import read_config
+from prime_hpc.store.model.files import CHAT_TEMPLATE, is_classifier
 from prime_hpc.store.run_paths import list_steps, step_name
 from prime_hpc.store.weights import went_over_network
 
@@ -71,13 +72,19 @@ def versions_of(experiment: Experiment) -> list[Version]:
 
 
 def check_published(versions: list[Version]) -> None:
-    """Check that the directories are versions as runs publish them: engines take no others, and would say so only when
-    their turn comes. Raises ConfigError: one is not."""
+    """Check that the directories are versions as runs publish them, and reply: engines take no others, and would say so
+    only when their turn comes. Raises ConfigError: one is not, or does not."""
     for version in versions:
         if version.path is not None and not (version.path / MANIFEST).is_file() and not version.is_gone:
             raise ConfigError(
                 f"{version.path} is no version that a run has published: it holds no {MANIFEST}; evaluate a model of "
                 "your own as --model.name, or leave it out with --steps",
+                "eval.weights_dir",
+            )
+        if version.path is not None and is_classifier(read_config(str(version.path)) or {}):
+            raise ConfigError(
+                f"{version.path} is a reward model: it scores what it reads, and writes no reply to evaluate; its run "
+                "scores held-out pairs (sft.eval), and judge_inference serves it",
                 "eval.weights_dir",
             )
 

@@ -150,21 +150,30 @@ def trained_models(experiment: Experiment) -> list[Problem]:
 
 def reward_models(experiment: Experiment) -> Iterator[Problem]:
     """Yield models that score where replies are needed, and a judge of the other kind than its runner."""
-    name, section = experiment.model.name, experiment.judge_inference
-    if not experiment.trains_reward_model and is_classifier(read_config(name) or {}):
-        yield Problem(
-            f"{name} is a reward model: it scores what it reads, and writes no reply. It serves rewards "
-            "(judge_inference.model, runner: pooling), and sft.preference.type = bradley_terry trains it further",
-            "model.name",
-        )
+    names, teacher, section = trained_names(experiment), experiment.orchestrator.teacher, experiment.judge_inference
+    if experiment.kind == "rl" and teacher is not None and teacher.model is not None:
+        names |= {MODELS["teacher"]: teacher.model}
+    for key, name in ({} if experiment.trains_reward_model else names).items():
+        if is_classifier(read_config(name) or {}):
+            yield Problem(
+                f"{name} is a reward model: it scores what it reads, and writes no reply. It serves rewards "
+                "(judge_inference.model, runner: pooling), and sft.preference.type = bradley_terry trains it further",
+                key,
+            )
     if "judge" not in engine_roles(experiment) or section is None:
         return
+    if section.vllm.keys() & {"hf_overrides", "convert", "model_class_overrides"}:  # vLLM makes another of it
+        return
     judge = served_by(experiment, "judge").model.name
-    config, scores = read_config(judge), section.runner == "pooling"
-    if config is not None and is_classifier(config) is not scores:
-        kind = "a language model, which has no score" if scores else "a reward model, which writes no reply"
-        change = "leave runner out" if scores else "set runner = pooling"
-        yield Problem(f"{judge} is {kind}: {change}, or name another judge", "judge_inference.runner")
+    config, scores = read_config(judge) or {}, section.runner == "pooling"
+    kinds = [str(name) for name in config.get("architectures") or ()]
+    if scores and any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in kinds):
+        wrong = "a language model, which has no score: leave runner out, state judge_inference.vllm.convert"
+    elif not scores and is_classifier(config):
+        wrong = "a reward model, which writes no reply: set runner = pooling"
+    else:
+        return
+    yield Problem(f"{judge} is {wrong}, or name another judge", "judge_inference.runner")
 
 
 def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:

@@ -469,8 +469,8 @@ def _build_saver(
     slow_ranks: SlowRanks,
 ) -> Saver:
     config, policy, optimizer = experiment.ckpt, train_step.policy, train_step.optimizer
-    meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
-    meta["optimizer"] = experiment.trainer.optim.state
+    meta: dict[str, object] = {"model": experiment.model.name, "kind": experiment.kind, "scores": policy.scores}
+    meta |= {"identity": model_identity(source), "optimizer": experiment.trainer.optim.state}
     if policy.adapters is not None:
         meta["adapter"] = adapter_identity(policy.adapters.config, source)
     checkpointer = Checkpointer(

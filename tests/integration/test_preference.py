@@ -63,6 +63,15 @@ def run(
     return paths
 
 
+def go_on(half: RunPaths, num_ranks: int = 1) -> None:
+    """Train a run of the first steps to its end, from its checkpoint."""
+    text = half.run_yaml.read_text(encoding="utf-8").replace(f"max_steps: {HALF}", f"max_steps: {STEPS}")
+    half.run_yaml.write_text(text.replace("resume_step: null", "resume_step: latest"))
+    result = run_trainer(half, num_ranks)
+    assert_done(result, half)
+    assert f"step_{HALF}: step {HALF}" in result.stdout, result.stdout  # "resumed from"
+
+
 def rows_of(paths: RunPaths) -> dict[int, dict[str, float]]:
     return {row["step"]: row for row in read_metrics(paths.metrics("trainer"))}
 
@@ -94,13 +103,10 @@ def test_the_chosen_side_wins(whole: RunPaths) -> None:
 def test_a_resumed_run_compares_with_the_same_numbers_to_the_last_bit(
     folder: Path, whole: RunPaths, half: RunPaths
 ) -> None:
-    half.run_yaml.write_text(
-        half.run_yaml.read_text(encoding="utf-8").replace(f"max_steps: {HALF}", f"max_steps: {STEPS}")
-    )
     file = half.reference_sums
     before = dict(np.load(file))
     assert any(np.isnan(table).any() for table in before.values())  # of the row that is too long
-    assert_done(run_trainer(half, 1), half)
+    go_on(half)
     after = np.load(file)
     for name, table in before.items():
         known = ~np.isnan(table)

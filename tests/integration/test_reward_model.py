@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prime_hpc.store.run_paths import RunPaths
-from tests.integration.test_preference import HALF, STEPS, folder, rows_of, run
-from tests.integration.test_trainer import assert_done, run_trainer, weights
+from tests.integration.test_preference import HALF, STEPS, folder, go_on, rows_of, run
+from tests.integration.test_trainer import weights
 
 __all__ = ["folder"]
 
@@ -55,9 +55,7 @@ def test_an_adapter_on_two_ranks_is_published_whole_and_resumes_to_the_last_bit(
         return run(folder, name, 2, preference=BRADLEY_TERRY, model=model, trainer={"num_ranks": 2}, **changes)
 
     whole, half = made("reward-lora"), made("reward-lora-half", max_steps=HALF, ckpt={})
-    tree = half.run_yaml.read_text(encoding="utf-8")
-    half.run_yaml.write_text(tree.replace(f"max_steps: {HALF}", f"max_steps: {STEPS}"))
-    assert_done(run_trainer(half, 2), half)
+    go_on(half, 2)
     rows = rows_of(whole)
     assert rows[STEPS]["eval/loss"] < rows[0]["eval/loss"]
     expected = [rows[STEPS][f"eval/rewards/{side}"] for side in ("chosen", "rejected")]
@@ -68,9 +66,7 @@ def test_an_adapter_on_two_ranks_is_published_whole_and_resumes_to_the_last_bit(
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(folder: Path, whole: RunPaths) -> None:
     half = run(folder, "reward-half", preference=BRADLEY_TERRY, max_steps=HALF, ckpt={})
-    tree = half.run_yaml.read_text(encoding="utf-8")
-    half.run_yaml.write_text(tree.replace(f"max_steps: {HALF}", f"max_steps: {STEPS}"))
-    assert_done(run_trainer(half, 1), half)
+    go_on(half)
     mine, theirs = rows_of(whole), rows_of(half)
     assert all(mine[step][key] == theirs[step][key] for step in range(1, STEPS + 1) for key in SHOWN)
     a, b = weights(whole, STEPS), weights(half, STEPS)

@@ -10,22 +10,28 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from prime_hpc.config import Experiment
+from prime_hpc.cli.verbs.run import export
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.sft import PreferenceConfig, SFTConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig, TrainerConfig
+from prime_hpc.config.snapshot import write_snapshot
+from prime_hpc.evals.versions import Version, check_published
 from prime_hpc.launch.checks import reward_models
 from prime_hpc.launch.estimate.model_facts import read_model
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint import lint
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor.attempt.resume import mismatches
 from prime_hpc.trainer.batching.micro_batches import as_pairs, batch_facts, build_rank_batch, fake_batch
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowTokenizer
@@ -38,7 +44,9 @@ from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.weights.publish import Publisher
+from tests.support.checkpoints import make_checkpoint
 from tests.support.lora import adapters_of, fill_randomly
+from tests.support.tiny_checkpoints import make_checkpoint as make_model
 from tests.support.tiny_families import make_family
 from tests.support.tiny_model import make_tiny_model
 
@@ -174,6 +182,16 @@ def test_a_version_is_what_transformers_loads_and_what_training_goes_on_from(
     assert "lm_head.weight" not in stored_tensors(first)
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "phi"])
+def test_a_head_of_another_name_or_with_a_bias_is_left_out(group: None, tmp_path: Path, family: str) -> None:
+    source = make_model(tmp_path / family, family)
+    AutoTokenizer.from_pretrained(make_tiny_model(tmp_path / "tokenizer")).save_pretrained(source)
+    policy = loaded(source)
+    labelled = published(policy, source, tmp_path / "run")
+    hf = AutoModelForSequenceClassification.from_pretrained(labelled)
+    assert torch.equal(hf.score.weight, policy.hf.score.weight.full_tensor()) and hf.config.num_labels == 1
+
+
 def test_a_new_head_is_the_seeds_and_half_precision_scores_in_float32(group: None, tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "model")
     heads = [loaded(source, seed).hf.score.weight.full_tensor() for seed in (1, 1, 2)]
@@ -195,6 +213,12 @@ def test_a_model_without_such_a_head_is_refused(group: None, tmp_path: Path) -> 
     with pytest.raises(
         ValueError, match=r"model\.name = .*transformers has no granite of text alone with a head for labels"
     ):
+        loaded(source)
+    labelled = dict(config) | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 2}
+    (source / "config.json").write_text(json.dumps(labelled))
+    tensors = load_file(source / "model.safetensors") | {"score.weight": torch.zeros(2, config["hidden_size"])}
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is a classifier of 2 labels, and a reward model has one"):
         loaded(source)
     with pytest.raises(ValueError, match=r"no tokenizer in"):
         loaded(make_family(tmp_path / "bare", "llama"))
@@ -268,6 +292,41 @@ def test_a_reward_model_replies_nowhere_and_a_judge_is_of_its_runners_kind(group
         (source, "generate", []),
     ):
         assert problems(**judged, judge_inference={"model": str(judge), "runner": runner}) == expected
+    embeds = {"model": str(source), "runner": "pooling", "vllm": {"convert": "embed"}}
+    assert problems(**judged, judge_inference=embeds) == []
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForRewardModel"]}))
+    assert problems(**judged, judge_inference={"model": str(source), "runner": "pooling"}) == []
+    taught = {"env": [{"id": "rows"}], "teacher": {"model": str(reward)}, "advantage": {"type": "opd"}}
+    loss = {"loss": {"kl": {"model": str(reward)}}}
+    assert problems(**judged | {"orchestrator": taught, "teacher_inference": {}, "trainer": loss}) == [
+        "trainer.loss.kl.model",
+        "orchestrator.teacher.model",
+    ]
+    with pytest.raises(ConfigError, match=r"step_000001 is a reward model: .* no reply to evaluate"):
+        check_published([Version(1, reward)])
+
+
+@pytest.mark.parametrize("lora", [None, {}])
+def test_a_version_is_whole_and_a_checkpoint_is_of_one_kind(tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    paths, model = RunPaths(tmp_path / "run"), {"name": "m", "lora": lora}
+    scores, replies = (
+        Experiment.model_validate(tree("m", model=model, preference={"type": kind}))
+        for kind in ("bradley_terry", "dpo")
+    )
+    write_snapshot(scores, paths.root, ["test"])
+    paths.weights_step(1).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"step_000001 is a model directory as it is"):
+        export.run([str(paths.root), "--merged", "1"], "prime-hpc")
+    of_adapter = {} if scores.model.lora is None else {"adapter": scores.model.lora.model_dump(mode="json")}
+    for step, meta in enumerate(({"scores": True}, {"scores": False}, {}), 1):
+        make_checkpoint(paths, step, kind="sft", meta=meta | of_adapter)
+        checkpoint = resolve_resume(paths.checkpoints, step, deep=False)
+        same, other = (scores, replies) if meta.get("scores") else (replies, scores)
+        then, now = ("a reward", "a language") if meta.get("scores") else ("a language", "a reward")
+        assert mismatches(same, checkpoint) == []
+        (wrong,) = mismatches(other, checkpoint)
+        assert wrong.startswith(f"it is of {then} model") and f"and this run trains {now} model" in wrong
 
 
 def test_the_plan_counts_one_row_for_the_head(tmp_path: Path) -> None:

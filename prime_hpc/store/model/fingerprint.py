@@ -109,3 +109,12 @@ def adapter_conflicts(saved: Mapping[str, Any] | None, here: Mapping[str, Any] |
         ]
     then, now = saved or {}, here or {}
     return [f"model.lora: {key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
+
+
+def head_conflicts(saved: Mapping[str, Any], scores: bool) -> list[str]:
+    """Say that a checkpoint, by its manifest's `meta`, is a reward model's and the run trains none, or the reverse."""
+    if bool(saved.get("scores")) == scores:
+        return []
+    kinds = "a reward model (sft.preference.type = bradley_terry)", "a language model"
+    then, now = reversed(kinds) if scores else kinds
+    return [f"it is of {then}, and this run trains {now}: state sft.preference as then, or begin another run"]

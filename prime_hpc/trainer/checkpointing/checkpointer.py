@@ -26,7 +26,7 @@ from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes, size_text
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.io.lustre import lack_of_room
-from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts
+from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts, head_conflicts
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
@@ -373,4 +373,4 @@ class Checkpointer:
         if None not in kinds and kinds[0] != kinds[1]:
             found.append(f"it is of a {kinds[0]} run, this is {kinds[1]}")
         found += adapter_conflicts(meta.get("adapter"), self._meta.get("adapter"))
-        return found
+        return found + head_conflicts(meta, self._policy.scores)

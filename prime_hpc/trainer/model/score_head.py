@@ -15,12 +15,13 @@ from prime_hpc.config import Experiment
 from prime_hpc.store.model.files import StoredTensor
 from prime_hpc.store.model.tokenizer import load_tokenizer, pad_of
 from prime_hpc.trainer.lora.linear import LoraLinear
-from prime_hpc.trainer.model.conversions import LM_HEAD
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
 from prime_hpc.trainer.parallel.tensor import local
 
 SCORE = "score.weight"
 _NOWHERE = "a new head"
+_LM_HEADS = ("lm_head.", "embed_out.", "output_projection.")
+"""Names of a language model's head, which a reward model has not: its weight, of some families a bias."""
 
 
 def config_of(hf_config: Any) -> Any:
@@ -45,7 +46,9 @@ def stored_with_score(stored: Mapping[str, StoredTensor], hf: Any, source: Path)
     if type(head) is not nn.Linear or head.bias is not None:
         raise ValueError(f"{type(hf).__name__} has no head `score` without a bias: no engine would serve it")
     vars(hf)["get_output_embeddings"] = lambda: hf.score  # what asks for the output head means this one
-    rest = {name: tensor for name, tensor in stored.items() if name != LM_HEAD}
+    rest = {name: tensor for name, tensor in stored.items() if not name.startswith(_LM_HEADS)}
+    if SCORE in rest and rest[SCORE].shape[0] != 1:
+        raise ValueError(f"{source} is a classifier of {rest[SCORE].shape[0]} labels, and a reward model has one")
     return {SCORE: StoredTensor(source / _NOWHERE, "F32", tuple(head.weight.shape)), **rest}
 
 
@@ -79,7 +82,7 @@ def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:
         tokenizer = load_tokenizer(str(source), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer in {source} ({error})") from error
-    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {"architectures": [type(hf).__name__], "pad_token_id": pad_of(tokenizer), **labels}
 
 

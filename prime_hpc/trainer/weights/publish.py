@@ -227,7 +227,7 @@ class Publisher:
     def blocks(self) -> Iterator[Block]:
         """Return what this rank writes. Collective: every rank takes all of its own."""
         tensors = dict(self._policy.named_weights())
-        return self._plan.blocks(tensors if self._policy.adapters is None else _merged(tensors, self._policy.adapters))
+        return self._plan.blocks(tensors if self._policy.adapters is None else _Merged(tensors, self._policy.adapters))
 
     def _written_files(self) -> list[WholeFile]:
         return [
@@ -274,15 +274,29 @@ class Publisher:
         return found
 
 
-@torch.no_grad()
-def _merged(tensors: dict[str, torch.Tensor], adapters: Adapters) -> dict[str, torch.Tensor]:
-    """Return a model's (sharded) tensors with the adapter in them: W + scale B A, rounded once. Collective."""
-    for name, (b, a) in adapters.matrices(0).items():
-        weight = tensors[f"{name}.weight"]
-        rows, columns = (slice(*ends) for ends in local_box(weight))
-        tensors[f"{name}.weight"] = whole = torch.empty_like(weight)
+class _Merged(Mapping[str, torch.Tensor]):
+    """A model's (sharded) tensors with the adapter in them, W + scale B A, rounded once: each as it is asked for, since
+    all at once would take the model's memory again. To open it is collective."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], adapters: Adapters) -> None:
+        self._tensors = tensors
+        self._matrices = {f"{name}.weight": pair for name, pair in adapters.matrices(0).items()}
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._tensors[name]
+        if name not in self._matrices:
+            return weight
+        (b, a), (rows, columns) = self._matrices[name], (slice(*ends) for ends in local_box(weight))
+        whole = torch.empty_like(weight)
         local(whole).copy_(local(weight).float() + b[rows] @ a[:, columns])
-    return tensors
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class _LeftGathering(BaseException):

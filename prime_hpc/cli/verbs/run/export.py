@@ -92,12 +92,13 @@ def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> i
     if version is None or version not in versions:
         there = ", ".join(map(str, versions)) or "none"
         raise ConfigError(f"--merged {wanted}: no such version in {paths.weights}; there are {there}")
-    if experiment.model.lora is None and not holds_changes(paths.weights_step(version)):
+    is_whole = experiment.model.lora is None or experiment.trains_reward_model  # whose adapter is merged at once
+    if is_whole and not holds_changes(paths.weights_step(version)):
         raise ConfigError(f"{paths.weights_step(version)} is a model directory as it is: nothing is to be merged")
     output = Path(values.get("--output") or paths.root / f"merged_{version:06d}").expanduser()
     if output.exists():
         raise ConfigError(f"{output} exists: name another directory with --output")
-    if experiment.model.lora is None:
+    if is_whole:
         return _restore(paths, version, output, values)
     dtype = values.get("--dtype")
     if dtype is not None and dtype not in DTYPES:
