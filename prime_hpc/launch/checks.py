@@ -28,15 +28,8 @@ from prime_hpc.launch.storage import WEIGHT_SUFFIXES, storage_problems
 from prime_hpc.runtime.device import planned_device
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
+from prime_hpc.store.model import files as stored
 from prime_hpc.store.model.config import find_config, is_local_path, read_config
-from prime_hpc.store.model.files import (
-    is_classifier,
-    other_format,
-    other_vocabulary,
-    quantised,
-    stored_tensors,
-    without_head,
-)
 from prime_hpc.store.run_paths import list_steps, parse_step, step_name
 from prime_hpc.store.weights import holds_changes, went_over_network
 
@@ -136,14 +129,14 @@ def trained_models(experiment: Experiment) -> list[Problem]:
         if config is None:
             continue
         try:
-            tensors = stored_tensors(config.parent)
+            tensors = stored.stored_tensors(config.parent)
             whole = is_local_path(name)  # of a hub's more may be on their way
         except ValueError as error:  # of a hub's name they may not all be here yet: the config can be read all the same
             tensors, whole = {}, False
             if is_local_path(name):
                 problems.append(Problem(str(error), key))
-        wrong = [quantised(config.parent, tensors), other_vocabulary(config.parent, tensors)]
-        wrong += [other_format(config.parent), without_head(config.parent, tensors)] if whole else []
+        wrong = [stored.quantised(config.parent, tensors), stored.other_vocabulary(config.parent, tensors)]
+        wrong += [stored.other_format(config.parent), stored.without_head(config.parent, tensors)] if whole else []
         problems += [Problem(message, key) for message in wrong if message]
     return problems
 
@@ -154,7 +147,7 @@ def reward_models(experiment: Experiment) -> Iterator[Problem]:
     if experiment.kind == "rl" and teacher is not None and teacher.model is not None:
         names |= {MODELS["teacher"]: teacher.model}
     for key, name in ({} if experiment.trains_reward_model else names).items():
-        if is_classifier(read_config(name) or {}):
+        if stored.is_classifier(read_config(name) or {}):
             yield Problem(
                 f"{name} is a reward model: it scores what it reads, and writes no reply. It serves rewards "
                 "(judge_inference.model, runner: pooling), and sft.preference.type = bradley_terry trains it further",
@@ -169,7 +162,7 @@ def reward_models(experiment: Experiment) -> Iterator[Problem]:
     kinds = [str(name) for name in config.get("architectures") or ()]
     if scores and any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in kinds):
         wrong = "a language model, which has no score: leave runner out, state judge_inference.vllm.convert"
-    elif not scores and is_classifier(config):
+    elif not scores and stored.is_classifier(config):
         wrong = "a reward model, which writes no reply: set runner = pooling"
     else:
         return
@@ -210,7 +203,7 @@ def _not_there(name: str, key: str) -> Problem:
 def _broken(folder: Path, key: str) -> list[Problem]:
     """Say that a directory's weights are not whole, from their headers."""
     try:
-        problem = without_head(folder, stored_tensors(folder))
+        problem = stored.without_head(folder, stored.stored_tensors(folder))
     except ValueError as error:
         problem = str(error)
     return [Problem(problem, key)] if problem else []
