@@ -7,7 +7,6 @@ keeps apart; on one node, and on two, where what lies on both must be gathered.
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from prime_hpc.trainer.weights.publish import Publisher
 from prime_hpc.trainer.weights.publish_async import BesidePublisher
 from prime_hpc.trainer.weights.write_plan import ranks_of_copy
 from prime_hpc.weight_transport.transport import VersionReader
+from tests.support.published_policy import stand_in
 from tests.support.ranks import spawn
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -117,9 +117,7 @@ def work(rank: int, store: str, root: Path) -> None:
                 # of the smaller one many rounds, in which large tensors come row by row
                 gathering.ROUND_BYTES = 128 << 20 if dtype == torch.float32 else 600
                 out = root / f"{layout} {local_size} {dtype}".replace(" ", "-")
-                policy: Any = SimpleNamespace(
-                    named_weights=lambda tensors=tensors: list(tensors.items()), weights=weight_map(root / "model")
-                )
+                policy: Any = stand_in(lambda tensors=tensors: list(tensors.items()), weight_map(root / "model"))
                 publisher = Publisher(
                     policy, root / "model", RunPaths(out), dtype=dtype, incarnation=0, model_name="ours"
                 )
@@ -218,7 +216,7 @@ def load_and_publish(rank: int, store: str, root: Path) -> None:
         meta = {name: hf.state_dict()[name] for name in weights.pieces}
         tensors = {n: empty(t.shape, device_mesh=mesh, placements=[Shard(0)]) for n, t in meta.items()}
         read_tensors(tensors, weights)
-        policy: Any = SimpleNamespace(named_weights=lambda tensors=tensors: list(tensors.items()), weights=weights)
+        policy: Any = stand_in(lambda tensors=tensors: list(tensors.items()), weights)
         run = RunPaths(root / f"{family}-run")
         Publisher(policy, root / family, run, dtype=torch.bfloat16, incarnation=0, model_name=family).publish(1)
     dist.destroy_process_group()
@@ -249,7 +247,7 @@ def publish_beside(rank: int, store: str, root: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = whole_tensors()
     tensors = {n: distribute_tensor(t, mesh, [Shard(t.ndim - 1)]) if t.ndim else t for n, t in whole.items()}
-    policy: Any = SimpleNamespace(named_weights=lambda: list(tensors.items()), weights=weight_map(root / "model"))
+    policy: Any = stand_in(lambda: list(tensors.items()), weight_map(root / "model"))
     run = RunPaths(root / "run")
     publisher = Publisher(policy, root / "model", run, dtype=torch.bfloat16, incarnation=0, model_name="ours")
     told: list[int | None] = []

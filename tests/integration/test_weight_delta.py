@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher
 from prime_hpc.trainer.weights.publish_async import BesidePublisher
 from tests.support.inference_server import ServerProcess, hf_logprobs_of_all, save_model
+from tests.support.published_policy import stand_in
 from tests.support.ranks import spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -61,7 +61,7 @@ def publish(rank: int, store: str, root: Path) -> None:
     weights = WeightMap(stored, {name: [Piece.whole(name, tensor.shape)] for name, tensor in stored.items()})
     loaded = load_file(root / "base" / "model.safetensors")
     tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in loaded.items()}
-    policy: Any = SimpleNamespace(named_weights=lambda: list(tensors.items()), weights=weights)
+    policy: Any = stand_in(lambda: list(tensors.items()), weights)
     for dtype in (torch.float32, torch.bfloat16):
         publishers = [
             Publisher(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher
+from tests.support.published_policy import stand_in
 from tests.support.ranks import started
 
 ANSWER_S = 120.0
@@ -39,7 +39,7 @@ def work(rank: int, num_ranks: int, base: Path, root: Path, dtype: torch.dtype, 
     weights = WeightMap(stored, {name: [Piece.whole(name, tensor.shape)] for name, tensor in stored.items()})
     loaded = load_file(base / "model.safetensors")
     tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in loaded.items()}
-    policy: Any = SimpleNamespace(named_weights=lambda: list(tensors.items()), weights=weights)
+    policy: Any = stand_in(lambda: list(tensors.items()), weights)
     publishers = {
         name: Publisher(
             policy,

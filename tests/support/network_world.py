@@ -25,6 +25,7 @@ from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher
 from prime_hpc.weight_transport.network.group import Group, connect
 from prime_hpc.weight_transport.network.layout import buckets, read_layout
+from tests.support.published_policy import stand_in
 
 NUM_WORKERS = 2
 
@@ -146,7 +147,7 @@ class World:
     def new_publisher(self, incarnation: int = 0) -> Publisher:
         stored = stored_tensors(self.base)
         weights = WeightMap(stored, {name: [Piece.whole(name, tensor.shape)] for name, tensor in stored.items()})
-        policy: Any = SimpleNamespace(named_weights=lambda: list(self.tensors.items()), weights=weights)
+        policy: Any = stand_in(lambda: list(self.tensors.items()), weights)
         return Publisher(
             policy,
             self.base,

@@ -33,6 +33,7 @@ def _become(request: dict, fds: list[int]) -> None:
     """Run the request in this fork, as a new interpreter would; never return."""
     code = 1
     try:
+        os.setsid()  # Linux shares the cores among sessions: all workers in one got as much as one program of a test
         begin_anew()
         replace_descriptors(fds)
         signal.signal(signal.SIGINT, signal.default_int_handler)

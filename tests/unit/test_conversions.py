@@ -25,6 +25,7 @@ from prime_hpc.trainer.weights.publish import Publisher, build_publisher
 from prime_hpc.trainer.weights.write_plan import only_run, runs
 from prime_hpc.weight_transport.transport import VersionReader
 from tests.support.lora import adapters_of, fill_randomly, lora_policy, merged_model
+from tests.support.published_policy import stand_in
 from tests.support.tiny_checkpoints import make_checkpoint
 
 SAMPLE = ["mixtral", "phimoe", "granitemoe", "minimax_m2", "deepseek_v3", "qwen2_moe", "hrm_text", "kimi_linear"]
@@ -55,7 +56,7 @@ def load(folder: Path) -> tuple[Any, WeightMap]:
     hf.tie_weights()
     named = dict(Policy.named_weights(policy))
     read_tensors({name: tensor.detach() for name, tensor in named.items()}, weights)
-    return SimpleNamespace(named_weights=lambda: list(named.items()), weights=weights), weights
+    return stand_in(lambda: list(named.items()), weights), weights
 
 
 def publish(policy: Any, folder: Path, run: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
