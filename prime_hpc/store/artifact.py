@@ -153,8 +153,11 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
         else:
-            _unsynced.add(final)
-            files.fsync_dir(final.parent)
+            try:
+                files.fsync_dir(final.parent)
+            except (OSError, StoreError):
+                _unsynced.add(final)  # not before: another thread's content would take the place of one that is whole
+                raise
             _unsynced.discard(final)
             return manifest
         existing = _existing(final)
