@@ -344,20 +344,21 @@ def test_a_reward_model_is_there_to_be_asked(tmp_path: Path, monkeypatch: pytest
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
 
-    def said(reward: str, judge: dict[str, Any] | None, **tree: Any) -> list[tuple[str, str | None]]:
+    def said(reward: str, judge: dict[str, Any] | None, **tree: Any) -> list[tuple[str, str, str | None]]:
         rows = {"files": [str(tmp_path / "rows.jsonl")], "reward": reward}
         if judge is not None:
             tree["judge_inference"] = {**judge, "model": str(tmp_path / judge["model"])}
         tree |= {"name": "x", "model": MODEL, "orchestrator": {"env": [{"id": "rows", "args": rows}]}}
         found = lint(Experiment.model_validate(tree), SiteConfig(name="x"))
-        return [(f.severity, f.key) for f in found if f.code == "PH238"]
+        return [(f.code, f.severity, f.key) for f in found if f.code in ("PH131", "PH238")]
 
     scores = "prime_hpc.envs.rows.reward_model:score"
     scorer, talker = {"model": "scorer", "runner": "pooling"}, {"model": "talker"}
     assert said(scores, scorer) == said("math", talker) == said("math", None) == []
-    assert said(scores, None) == [("error", "orchestrator.env.0.args.reward")]
-    assert said(scores, talker) == said("math", {"model": "scorer"}) == [("error", "judge_inference.runner")]
-    assert said(scores, {**talker, "runner": "pooling"}) == [("error", "judge_inference.model")]
+    assert said(scores, None) == [("PH238", "error", "orchestrator.env.0.args.reward")]
+    assert said(scores, talker) == [("PH238", "error", "judge_inference.runner")]
+    for reward, judge in (("math", {"model": "scorer"}), (scores, {"model": "scorer"}), (scores, scorer | talker)):
+        assert said(reward, judge) == [("PH131", "error", "judge_inference.runner")], "it is said once"
     job: dict[str, Any] = {"launch": "slurm", "slurm": {"setup": ["export JUDGE_URL=$(cat judge.url)"]}}
     assert said(scores, None, **job) == []
     monkeypatch.setenv("JUDGE_URL", "http://a/v1")

@@ -40,7 +40,7 @@ KINDS = {
     ("env_rules", "rl"): "demonstrations",
     ("env_rules", EVERY): "installed arguments rows benchmarks keys",
     ("own_code_rules", "rl"): "found",
-    ("own_code_rules", EVERY): "rewards renderer reward_models",
+    ("own_code_rules", EVERY): "rewards renderer asked_reward_model",
     ("effect_rules", TRAINING): "resumed",
     ("effect_rules", EVERY): "unused by_hand",
     ("effect_rules", "eval"): "evaluated",

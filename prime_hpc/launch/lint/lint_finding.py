@@ -85,7 +85,7 @@ CODES = {
     "PH235": "a key of servers that is not set",
     "PH236": "an argument that an environment does not have",
     "PH237": "a variable of the shell in a path",
-    "PH238": "a judge of the wrong kind, or none",
+    "PH238": "a reward that nothing scores",
     "PH240": "alarms over unknown metrics",
     "PH241": "keys without an effect",
     "PH242": "a checkpoint to resume from that is not there, or of another experiment",

@@ -17,6 +17,7 @@ from prime_hpc.launch.checks import starts_elsewhere, stated_environments
 from prime_hpc.launch.first_rows import columns_of
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Severity, Subject, rule
 from prime_hpc.store.model.config import read_config
+from prime_hpc.store.model.files import is_classifier
 
 _REWARD_MODEL = "prime_hpc.envs.rows.reward_model"
 _REMEDY = "install the module where the roles run, set PYTHONPATH, or mend the name"
@@ -162,31 +163,24 @@ def renderer(subject: Subject) -> Iterator[Finding]:
 
 
 @rule(*EVERY)
-def reward_models(subject: Subject) -> Iterator[Finding]:
-    """Report a judge whose model is of another kind than `runner` says, and the shipped reward of a reward model where
-    nothing would answer it: every episode would fail."""
-    judge = subject.experiment.judge_inference
-    scores, key = judge is not None and judge.runner == "pooling", "judge_inference.runner"
+def asked_reward_model(subject: Subject) -> Iterator[Finding]:
+    """Report the shipped reward of a reward model where nothing would answer it: every episode would fail. A judge of
+    another kind than its runner is PH131's."""
     asking = [
         f"{where}.args.reward"
         for where, env in (() if is_parent(subject.experiment) else stated_environments(subject.experiment))
         if any(place == _REWARD_MODEL for place, _ in own_rewards(env.id, env.args))
     ]
+    if not asking:
+        return
+    judge = subject.experiment.judge_inference
     if judge is None:
         shell = [*subject.site.setup, *subject.experiment.slurm.setup] if subject.is_slurm else []
-        if asking and "JUDGE_URL" not in subject.environ and not any("JUDGE_URL" in line for line in shell):
+        if "JUDGE_URL" not in subject.environ and not any("JUDGE_URL" in line for line in shell):
             remedy = "judge_inference: {model: ..., runner: pooling}, or the address of a running one in JUDGE_URL"
             remedy += " (slurm.env)" if subject.is_slurm else ""
             yield Finding.error("PH238", asking[0], "no reward model is there for it to ask", remedy)
-        return
-    kinds = (read_config(judge.model, subject.environ) or {}).get("architectures") or []
-    is_scorer = any("Classification" in str(kind) or "Reward" in str(kind) for kind in kinds)
-    if is_scorer and not scores:
-        message = f"{judge.model} is a {kinds[0]}: it scores, and does not reply"
-        yield Finding.error("PH238", key, message, "runner = pooling, or a causal language model")
-    elif asking and not scores:
+    elif judge.runner != "pooling" and not is_classifier(read_config(judge.model, subject.environ) or {}):
         remedy = "runner = pooling with a reward model, or a reward function that asks for a reply"
-        yield Finding.error("PH238", key, f"{asking[0]} asks for scores, and this judge replies", remedy)
-    elif asking and kinds and not is_scorer and not judge.vllm:
-        message = f"{judge.model} is a {kinds[0]}: it has no class whose logit is a reward"
-        yield Finding.error("PH238", "judge_inference.model", message, "a sequence classifier of one class")
+        message = f"{asking[0]} asks for scores, and this judge replies"
+        yield Finding.error("PH238", "judge_inference.runner", message, remedy)
