@@ -44,7 +44,7 @@ class ObjectiveEntry:
     """It learns the batch's tokens whoever sampled them: it has no importance ratio and looks at no advantage."""
 
 
-_TRAINER = "prime_hpc.trainer.objectives"
+_TRAINER = "prime_hpc.trainer.objectives.policy_gradient"
 OBJECTIVES = {
     "aipo": ObjectiveEntry(f"{_TRAINER}.aipo:aipo", clips=False),
     "reinforce": ObjectiveEntry(f"{_TRAINER}.reinforce:reinforce", clips=False),
@@ -58,7 +58,7 @@ OBJECTIVES = {
     "cispo": ObjectiveEntry(f"{_TRAINER}.cispo:cispo", bounds=Bounds(1.0, 4.0)),
     "dppo": ObjectiveEntry(f"{_TRAINER}.dppo:dppo", kl_bounds=Bounds(0.05, 0.05), masks_mismatch=True),
     "ipo": ObjectiveEntry(f"{_TRAINER}.ipo:ipo", bounds=Bounds(0.1, 0.1), masks_mismatch=True),
-    "nll": ObjectiveEntry(f"{_TRAINER}.nll:nll", clips=False, imitates=True),
+    "nll": ObjectiveEntry("prime_hpc.trainer.objectives.nll:nll", clips=False, imitates=True),
 }
 """Name -> objective. One of your own (`module:function`) has the defaults."""
 

@@ -104,12 +104,14 @@ TRAINER: dict[str, Family] = {
         of={"clipped_high": "high", "clipped_low": "low"},
     ),
     "trainer_left_out_ratio": gauge(
-        "Share of tokens that the importance correction bounds or leaves out, off-policy masking, and low entropy.",
+        "Share of tokens that the importance correction bounds or leaves out, off-policy masking, low entropy, and "
+        "high covariance (KL-Cov: bounds).",
         "by",
         of={
             "corrected": "correction",
             "off_policy_masked": "off_policy_mask",
             "low_entropy_masked": "low_entropy",
+            "high_covariance": "high_covariance",
         },
     ),
     "trainer_mismatch": gauge("1: trainer and engine disagree more than they should.", of="mismatch_alarm"),

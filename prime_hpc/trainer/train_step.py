@@ -9,7 +9,7 @@ packed into micro-batches or spread over ranks.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,9 @@ from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.batching.rows import group_rows
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import LossStats, MicroBatchLoss, echo_loss, target_weights
-from prime_hpc.trainer.objectives.kl import EntropyBonus, entropy_threshold
+from prime_hpc.trainer.objectives.covariance import high_covariance
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
+from prime_hpc.trainer.objectives.top_share import top_share_threshold
 from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
@@ -150,8 +152,9 @@ class TrainStep:
         with self.timer("forward_backward", on_device=True), self.adapted():
             laid_out = self.lay_out(batch)
             watched = objective if watch is None else watch(laid_out, objective)
-            high = None if self._top_entropy is None else self._high_entropy(laid_out, self._top_entropy)
-            stats, num_shared = self.accumulate(laid_out, watched, facts, high)
+            marks = self._marks(laid_out, step)
+            marked = (lambda i, micro: replace(micro, **{name: of[i] for name, of in marks.items()})) if marks else None
+            stats, num_shared = self.accumulate(laid_out, watched, facts, marked)
         with self.timer("optim", on_device=True):
             metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)
@@ -242,10 +245,20 @@ class TrainStep:
             sum_over([p for m in self.policy.partly_used for p in m.parameters()], self._parallel.tp)
         return total, num_shared
 
+    def _marks(self, batch: RankBatch, step: int) -> dict[str, Sequence[torch.Tensor]]:
+        """Return what the whole batch decides of its targets: fields of each micro-batch. Collective."""
+        marks: dict[str, Sequence[torch.Tensor]] = {}
+        if self._top_entropy is not None:
+            marks["high_entropy"] = self._high_entropy(batch, self._top_entropy)
+        if (covariance := self._config.loss.covariance) is not None:
+            leads = self._parallel.leads
+            marks["high_covariance"] = high_covariance(covariance, batch, step, self._device, counts=leads)
+        return marks
+
     @torch.no_grad()
-    def _high_entropy(self, batch: RankBatch, share: float) -> Callable[[int, MicroBatch], MicroBatch]:
-        """Return what says of each micro-batch which of its targets are of high entropy, by a forward pass over all of
-        them. Collective."""
+    def _high_entropy(self, batch: RankBatch, share: float) -> list[torch.Tensor]:
+        """Return which targets of each micro-batch are of high entropy, by a forward pass over all of them.
+        Collective."""
         found: list[torch.Tensor] = []
         counted: list[torch.Tensor] = []
         with MicroBatches(partial(self.micro_batch, batch), batch.num_micro_batches, self._device) as micros:
@@ -255,8 +268,8 @@ class TrainStep:
                 found.append(entropy)
                 counted.append(entropy if micro.trained is None else entropy.index_select(0, micro.trained))
         reshard_all(self.policy)
-        threshold = entropy_threshold(torch.cat(counted), share, counts=self._parallel.leads)
-        return lambda i, micro: replace(micro, high_entropy=found[i] >= threshold)
+        threshold = top_share_threshold(torch.cat(counted), share, counts=self._parallel.leads)
+        return [entropy >= threshold for entropy in found]
 
     def _micro_batch(
         self, micro: MicroBatch, objective: MicroBatchLoss, num_targets: int, num_sequences: int, num_echo: int

@@ -38,7 +38,7 @@ from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.model.reference import load_reference
 from prime_hpc.trainer.model.score_head import head_seed
 from prime_hpc.trainer.objectives import MicroBatchLoss, normalization
-from prime_hpc.trainer.objectives.kl import EntropyBonus
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
 from prime_hpc.trainer.out_of_memory import explain, held_bytes, peak_bytes
 from prime_hpc.trainer.parallel import Parallel, build_parallel

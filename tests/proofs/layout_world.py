@@ -27,7 +27,7 @@ from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.model.self_test import SelfTestError
 from prime_hpc.trainer.objectives import normalization, rl_loss
-from prime_hpc.trainer.objectives.kl import EntropyBonus
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.train_step import TrainStep
@@ -40,21 +40,24 @@ from tests.support.tiny_model import random_rank_batch
 LENGTHS = [[20, 9], [15, 30, 1], [3], [41, 2], [17]]
 """Five micro-batches, of lengths that no number of ranks divides: two parts get unequal numbers of them."""
 LOSSES = [
-    {"type": "aipo"},
+    {"type": "aipo", "covariance": {"type": "clip", "share": 0.1, "low": 0.1, "high": 9.0}},
     {"type": "gspo", "kl": {"target": "behaviour", "coef": 0.1}, "entropy": {"coef": 0.05}},
     {
         "type": "reinforce",
         "normalize": "sequence",
         "correction": {"level": "geometric"},
         "top_entropy_quantile": 0.3,
+        "covariance": {"type": "kl", "share": 0.1},
     },
 ]
-"""Of steps 1, 2, 3: over tokens; over whole sequences, with an entropy bonus; with a factor that a whole sequence
-decides, over the tokens of highest entropy in the whole batch."""
+"""Of steps 1, 2, 3: over tokens, without some of high covariance; over whole sequences, with an entropy bonus; with a
+factor that a whole sequence decides, over the tokens of highest entropy in the whole batch, held back where covariance
+is high."""
 METRICS = (
     "loss",
     "entropy",
     "low_entropy_masked",
+    "high_covariance",
     "kl",
     "ratio",
     "clipped",
@@ -152,7 +155,7 @@ class World:
             self.policy,
             self.optimizer,
             # each way: whole gradients are what small models have by themselves
-            self.trainer.model_copy(update={"no_sync": step % 2 == 1}),
+            self.trainer.model_copy(update={"no_sync": step % 2 == 1, "loss": loss}),
             max_steps=100,
             normalize=normalization(loss),
             device=torch.device("cpu"),

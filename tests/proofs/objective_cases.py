@@ -1,14 +1,17 @@
 """Random ragged batches, the objectives' settings that are proved, and our side of each comparison."""
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from prime_hpc.config.sections.trainer import CorrectionConfig, KLConfig, LossConfig
-from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.config.sections.trainer import CorrectionConfig, CovarianceConfig, KLConfig, LossConfig
+from prime_hpc.store.batch.rank_batch import RankBatch, select_micro_batches
 from prime_hpc.trainer.batching.micro_batches import batch_facts, make_micro_batch, objective_part
 from prime_hpc.trainer.objectives import echo_loss, normalization, rl_loss, sft_loss, target_weights
+from prime_hpc.trainer.objectives.covariance import high_covariance
 from tests.proofs.reference import Sequence, Setting, kink_distance
 
 CONSTANT = 37
@@ -30,10 +33,14 @@ def _case(name: str, setting: Setting, *, token_advantages: bool = False, **conf
     kl, correction = setting.kl, setting.correction
     tree = {"batch_tokens": CONSTANT} | config
     if kl is not None:
-        tree["kl"] = KLConfig(target=kl[0], estimator=kl[1], coef=kl[2])
+        tree["kl"] = KLConfig(target=kl[0], estimator=kl[1], coef=kl[2], unbiased=setting.unbiased)
+    if setting.covariance is not None:
+        tree["covariance"] = dict(zip(("type", "share", "low", "high", "coef"), setting.covariance, strict=True))
     if correction is not None:
         (form, level, low, high), (least, most) = correction, setting.geometric or (0.0, None)
-        bounds = {"low": low, "high": high, "geometric_low": least, "geometric_high": most}
+        bounds: dict[str, object] = {"low": low, "high": high, "geometric_low": least, "geometric_high": most}
+        if setting.reject is not None:
+            bounds["reject"] = dict(zip(("estimator", "over", "above"), setting.reject, strict=True))
         tree["correction"] = CorrectionConfig.model_validate({"type": form, "level": level, **bounds})
     return Case(name, LossConfig.model_validate(tree), setting, token_advantages)
 
@@ -103,6 +110,12 @@ def cases() -> list[Case]:
             setting = s("grpo", normalize="sequence", kl=(target, estimator, 0.3))
             found.append(_case(f"grpo + {estimator} {target}", setting, type="grpo"))
     found.append(_case("dppo + k2 behaviour", s("dppo", kl=("behaviour", "k2", 2e-3)), type="dppo"))
+    for target in ("reference", "behaviour"):
+        setting = s("grpo", normalize="sequence", kl=(target, "k3", 0.3), unbiased=True)
+        found.append(_case(f"grpo + unbiased k3 {target}", setting, type="grpo"))
+    for kind, covariance in (("ppo_clip", ("clip", 1.0, 0.3, 2.0, 1.0)), ("cispo", ("kl", 0.15, 1.0, 5.0, 0.7))):
+        setting = s(kind, low=0.2, high=0.5, covariance=covariance)
+        found.append(_case(f"{kind} + covariance {covariance[0]}", setting, type=kind, clip_low=0.2, clip_high=0.5))
     return found + _corrected_cases()
 
 
@@ -127,6 +140,9 @@ def _corrected_cases() -> list[Case]:
     for correction, level in (("truncate", "token"), ("truncate", "sequence"), ("mask", "token")):
         setting = s("ppo_clip", correction=(correction, level, 0.7, 1.4), geometric=(0.9, 1.05))
         found.append(_case(f"ppo_clip + {correction} {level} + geometric", setting, type="ppo_clip"))
+    for estimator, over, limit in (("k3", "mean", 0.05), ("k2", "mean", 0.05), ("k3", "sum", 0.3), ("k2", "max", 0.2)):
+        setting = s("aipo", correction=("truncate", "token", 0.7, 1.4), reject=(estimator, over, limit))
+        found.append(_case(f"aipo + reject {over} {estimator}", setting, type="aipo"))
     return found
 
 
@@ -202,6 +218,17 @@ def pack(
     )
 
 
+def _high_covariance(config: CovarianceConfig, ranks: list[RankBatch]) -> SequenceOf[torch.Tensor]:
+    """Which targets of each micro-batch of all ranks are chosen: ranks that hold all of it know as much as one."""
+    parts = [(rank, i) for rank in ranks for i in range(rank.num_micro_batches)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole = select_micro_batches(parts, len(parts))
+        return high_covariance(config, whole, 1, torch.device("cpu"), counts=True)
+    finally:
+        dist.destroy_process_group()
+
+
 def ours(
     case: Case, ranks: list[RankBatch], batch: list[Sequence], theta: np.ndarray, dtype: torch.dtype = torch.float64
 ) -> tuple[float, np.ndarray, dict[str, float]]:
@@ -218,6 +245,7 @@ def ours(
     counts_all = case.config.denominators == "all"
     if counts_all and totals is not None:
         num_targets, num_sequences = totals.tolist()
+    marks = iter(() if case.config.covariance is None else _high_covariance(case.config.covariance, ranks))
     total = torch.zeros((), dtype=dtype)
     sums: dict[str, float] = {}
     for rank in ranks:
@@ -225,6 +253,7 @@ def ours(
             micro = make_micro_batch(rank, i)
             micro.behaviour_logprobs, micro.advantages = micro.behaviour_logprobs.to(dtype), micro.advantages.to(dtype)
             micro.reference_logprobs = reference[micro.targets]
+            micro.high_covariance = next(marks, None)
             logprobs = policy[micro.targets]
             if micro.trained is not None:
                 assert micro.ce_weights is not None

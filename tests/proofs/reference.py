@@ -7,7 +7,7 @@ papers mean.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import exp, inf, log
+from math import ceil, exp, inf, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,12 @@ class Setting:
     """(truncate | mask, token | sequence | geometric, low, high)"""
     geometric: tuple[float, float] | None = None
     """Beside a correction: sequences outside are left out."""
+    reject: tuple[str, str, float] | None = None
+    """Beside a correction (k2 | k3, mean | sum | max, limit): sequences above are left out."""
+    unbiased: bool = False
+    """The KL term is weighed by pi / mu."""
+    covariance: tuple[str, float, float, float, float] | None = None
+    """(clip | kl, share, low, high, beta); a clip's share is 1, so that nothing is drawn."""
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -138,6 +144,8 @@ def correction_weight(s: Setting, seq: Sequence, frozen: Vector, t: int) -> floa
     kind, level, low, high = s.correction
     if s.geometric is not None and not s.geometric[0] <= exp(-drift(seq, frozen)) <= s.geometric[1]:
         return 0.0
+    if s.reject is not None and divergence(s, seq, frozen) > s.reject[2]:
+        return 0.0
     logs = {u: frozen[seq.index[u]] - seq.mu[u] for u in seq.targets()}
     if level == "token":
         c = exp(logs[t])
@@ -146,6 +154,35 @@ def correction_weight(s: Setting, seq: Sequence, frozen: Vector, t: int) -> floa
     else:
         c = exp(sum(logs.values()) / len(logs))
     return min(c, high) if kind == "truncate" else c if low <= c <= high else 0.0
+
+
+def divergence(s: Setting, seq: Sequence, frozen: Vector) -> float:
+    """What `Setting.reject` holds against its limit."""
+    assert s.reject is not None
+    estimator, over, _ = s.reject
+    logs = [frozen[seq.index[u]] - seq.mu[u] for u in seq.targets()]
+    values = [x**2 / 2 if estimator == "k2" else exp(x) - 1 - x for x in logs]
+    return {"mean": sum(values) / len(values), "sum": sum(values), "max": max(values)}[over]
+
+
+def covariances(batch: list[Sequence]) -> dict[int, float]:
+    """(log mu - its mean) (A - its mean) of every target by its place, both means over the batch."""
+    mu = {int(seq.index[t]): float(seq.mu[t]) for seq in batch for t in seq.targets()}
+    advantages = {int(seq.index[t]): float(seq.advantages[t]) for seq in batch for t in seq.targets()}
+    means = [sum(x.values()) / max(len(x), 1) for x in (mu, advantages)]
+    return {place: (mu[place] - means[0]) * (advantages[place] - means[1]) for place in mu}
+
+
+def of_high_covariance(s: Setting, batch: list[Sequence]) -> set[int]:
+    """Places of the targets that Clip-Cov cuts (all within its bounds), or KL-Cov penalises."""
+    if s.covariance is None:
+        return set()
+    kind, share, low, high, _ = s.covariance
+    found = covariances(batch)
+    if kind == "clip":
+        return {place for place, x in found.items() if low <= x <= high}
+    ranked = sorted(found.values(), reverse=True)[: max(1, ceil(round(share * len(found), 6)))]
+    return {place for place, x in found.items() if x > 1e-9 and x >= ranked[-1] - 1e-9}  # equal ones together
 
 
 def drift(seq: Sequence, frozen: Vector) -> float:
@@ -160,7 +197,8 @@ def kl_of_token(s: Setting, seq: Sequence, theta: Vector, t: int) -> float:
     which, estimator, _ = s.kl
     log_other = seq.mu[t] if which == "behaviour" else seq.reference[t]
     log_r = log_other - theta[seq.index[t]]
-    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": exp(log_r) - 1 - log_r}[estimator]
+    weight = exp(theta[seq.index[t]] - seq.mu[t]) if s.unbiased else 1.0
+    return weight * {"k1": -log_r, "k2": log_r**2 / 2, "k3": exp(log_r) - 1 - log_r}[estimator]
 
 
 def token_losses(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vector) -> Iterator[float]:
@@ -170,6 +208,7 @@ def token_losses(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vecto
     for key, seq in zip(keys, batch, strict=True):
         lengths[key] = lengths.get(key, 0) + len(seq.targets())
     num_targets, num_sequences = sum(lengths.values()), sum(1 for n in lengths.values() if n)
+    chosen = of_high_covariance(s, batch)
     for key, seq in zip(keys, batch, strict=True):
         count = lengths[key]
         gains = token_gains(s, seq, theta, frozen)
@@ -177,6 +216,9 @@ def token_losses(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vecto
             value = -correction_weight(s, seq, frozen, t) * gains[t]
             if s.off_policy is not None and seq.advantages[t] < 0 and drift(seq, frozen) > s.off_policy:
                 value = 0.0
+            if s.covariance is not None and int(place := seq.index[t]) in chosen:
+                penalty = s.covariance[4] * abs(theta[place] - seq.mu[t])
+                value = 0.0 if s.covariance[0] == "clip" else value + penalty
             if s.kl is not None:
                 value += s.kl[2] * kl_of_token(s, seq, theta, t)
             yield (
@@ -235,6 +277,10 @@ def kink_distance(s: Setting, batch: list[Sequence], theta: Vector) -> float:
             nearest = min([nearest, *(abs(x - edge) for x in logs for edge in (-s.low, s.high))])
         if s.geometric is not None:
             nearest = min([nearest, *(abs(drift(seq, theta) + log(edge)) for edge in s.geometric)])
+        if s.reject is not None:
+            nearest = min(nearest, abs(divergence(s, seq, theta) - s.reject[2]))
+        if s.covariance is not None:
+            nearest = min([nearest, *map(abs, logs)])
         if s.off_policy is not None:
             nearest = min(nearest, abs(drift(seq, theta) - s.off_policy))
         if s.objective in ("dppo", "ipo"):

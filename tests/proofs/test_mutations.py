@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prime_hpc.config import named_code
 from prime_hpc.config.sections import trainer as trainer_section
 from prime_hpc.orchestrator.algorithms import scorer
 from prime_hpc.trainer.objectives import rl
@@ -33,7 +34,13 @@ MUTATIONS = [
     ("reinforce", "-targets.advantages", "targets.advantages", "reinforce", "gradient"),
     ("reinforce", "* targets.logprobs", "* targets.logprobs.exp()", "reinforce", "gradient"),
     ("ppo_clip", "torch.minimum(free, inside)", "torch.maximum(free, inside)", "ppo_clip", "value"),
-    ("ppo_clip", "1 - bounds.low, 1 + bounds.high", "1 - bounds.high, 1 + bounds.low", "ppo_clip high", "gradient"),
+    (
+        "policy_gradient.ppo_clip",
+        "1 - bounds.low, 1 + bounds.high",
+        "1 - bounds.high, 1 + bounds.low",
+        "ppo_clip high",
+        "gradient",
+    ),
     ("ppo_clip", "torch.minimum(free, inside)", "inside", "ppo_clip", "gradient"),
     ("ppo_clip", "Terms(-gain", "Terms(gain", "ppo_clip", "value"),
     ("ppo_clip", "(advantages < 0) &", "(advantages > 0) &", "ppo_clip dual", "value"),
@@ -45,7 +52,13 @@ MUTATIONS = [
     ("gspo", "sequence_mean", "sequence_sum", "gspo", "value"),
     (TABLE, "Bounds(3e-4, 4e-4)", "Bounds(4e-4, 3e-4)", "gspo", "value"),
     ("gspo", " + (targets.logprobs - targets.logprobs.detach())", "", "gspo", "gradient"),
-    ("gspo", "targets.logprobs - targets.anchor)[", "targets.anchor - targets.logprobs)[", "gspo wide", "value"),
+    (
+        "policy_gradient.gspo",
+        "targets.logprobs - targets.anchor)[",
+        "targets.anchor - targets.logprobs)[",
+        "gspo wide",
+        "value",
+    ),
     ("gmpo", "sequence_mean", "sequence_sum", "gmpo", "value"),
     (
         "gmpo",
@@ -63,7 +76,13 @@ MUTATIONS = [
     ("vespo", "c2 * (1 - log_w.exp())", "-c2 * log_w.exp()", "vespo", "value"),
     ("vespo", "full_like(log_w, up)", "full_like(log_w, down)", "vespo", "value"),
     ("vespo", "(c1 * log_w + c2 * (1 - log_w.exp())).exp()", "log_w.exp()", "vespo", "gradient"),
-    ("correction", "(targets.advantages < 0) &", "(targets.advantages > 0) &", "ppo_clip + off-policy mask", "value"),
+    (
+        "correction",
+        "(targets.advantages < 0) &",
+        "(targets.advantages > 0) &",
+        "ppo_clip + off-policy mask",
+        "value",
+    ),
     ("correction", "(behaviour - targets", "-(behaviour - targets", "ppo_clip + off-policy mask", "value"),
     (TABLE, "Bounds(1.0, 4.0)", "Bounds(0.5, 4.0)", "cispo", "value"),
     ("cispo", "math.log(1 + bounds.high)", "math.log(bounds.high)", "cispo", "gradient"),
@@ -83,15 +102,62 @@ MUTATIONS = [
     ("nll", "-(weights", "(weights", "sft", "value"),
     ("kl", "logprobs - other", "other - logprobs", "grpo + k1 reference", "value"),
     ("kl", "square() / 2", "square()", "grpo + k2 behaviour", "gradient"),
-    ("kl", "expm1(-difference) + difference", "expm1(difference) - difference", "grpo + k3 reference", "value"),
+    (
+        "kl",
+        "expm1(-difference) + difference",
+        "expm1(difference) - difference",
+        "grpo + k3 reference",
+        "value",
+    ),
     ("correction", "ratio.clamp(max=config.high)", "ratio", "reinforce + truncate token", "value"),
     ("correction", " | (ratio < config.low)", "", "reinforce + mask token", "value"),
     ("correction", "ratio.clamp(max=config.high))", "ratio / ratio)", "grpo + mask token", "value"),
-    ("correction", "geometric < config", "geometric > config", "ppo_clip + truncate token + geometric", "value"),
-    ("correction", "| (geometric > ", "| (ratio > ", "ppo_clip + mask token + geometric", "value"),
+    (
+        "correction",
+        "geometric < config",
+        "geometric > config",
+        "ppo_clip + truncate token + geometric",
+        "value",
+    ),
+    ("correction", "| (geometric > ", "| (difference > ", "ppo_clip + mask token + geometric", "value"),
     ("correction", "left_out | outside", "outside", "ppo_clip + mask token + geometric", "value"),
-    ("correction", "logprobs.detach() - behaviour", "logprobs - behaviour", "aipo + truncate token", "gradient"),
-    ("correction", 'level == "geometric" else', 'level == "sequence" else', "reinforce + mask sequence", "value"),
+    (
+        "correction",
+        "logprobs.detach() - behaviour",
+        "logprobs - behaviour",
+        "aipo + truncate token",
+        "gradient",
+    ),
+    (
+        "correction",
+        'level == "geometric" else',
+        'level == "sequence" else',
+        "reinforce + mask sequence",
+        "value",
+    ),
+    ("correction", "> config.above", "< config.above", "aipo + reject mean k3", "value"),
+    ("correction", "square() / 2", "square()", "aipo + reject max k2", "value"),
+    ("correction", "expm1(difference) - d", "expm1(-difference) + d", "aipo + reject sum k3", "value"),
+    (
+        "correction",
+        '"max": targets.sequence_max',
+        '"max": targets.sequence_sum',
+        "aipo + reject max k2",
+        "value",
+    ),
+    ("covariance", "log_mu * advantages", "-log_mu * advantages", "ppo_clip + covariance clip", "value"),
+    ("covariance", "total / max(count, 1)", "0", "cispo + covariance kl", "value"),
+    ("covariance", "(covariance <= config.high)", "True", "ppo_clip + covariance clip", "value"),
+    ("covariance", "(score >= threshold)", "(score > threshold)", "cispo + covariance kl", "value"),
+    ("covariance", "losses + config.coef * ", "", "cispo + covariance kl", "gradient"),
+    ("covariance", ".abs()", "", "cispo + covariance kl", "gradient"),
+    (
+        "rl",
+        "penalty * (logprobs - behaviour)",
+        "penalty * (logprobs - behaviour).detach()",
+        "grpo + unbiased k3 reference",
+        "gradient",
+    ),
     ("rl", "if config.correction is None else logprobs.detach()", "", "grpo + truncate token", "value"),
     ("rl", "config.kl.coef * penalty", "penalty", "grpo + k3 reference", "value"),
     ("normalize", "1.0 / max(num_targets, 1)", "1.0 / max(len(sequence), 1)", "aipo", "split"),
@@ -129,6 +195,14 @@ ALGORITHM_MUTATIONS = [
 ]
 
 
+def module_of(name: str) -> str:
+    """The module of an objective, or of what stands beside them."""
+    if name == TABLE:
+        return TABLE
+    entry = named_code.OBJECTIVES.get(name)
+    return OBJECTIVES + name if entry is None else entry.place.partition(":")[0]
+
+
 def mutated(name: str, place: str, change: str) -> types.ModuleType:
     """Make a module from the changed source."""
     original = importlib.import_module(name)
@@ -147,7 +221,7 @@ def stands_in(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None
     if module.__name__ == TABLE:
         changed["OBJECTIVES"] = module.OBJECTIVES
     users = [importlib.import_module(module.__name__), trainer_section, rl, objective_cases, scorer, prove_algorithms]
-    users += [importlib.import_module(OBJECTIVES + n) for n in ("grpo", "gspo")]
+    users += [importlib.import_module(module_of(n)) for n in ("grpo", "gspo")]
     for user in users:
         for key in changed.keys() & vars(user).keys():
             monkeypatch.setattr(user, key, changed[key])
@@ -159,7 +233,7 @@ def test_a_broken_objective_is_noticed(
 ) -> None:
     [subject] = [c for c in cases() if c.name == case]
     check, bound = PROPERTIES[claim]
-    stands_in(monkeypatch, mutated(module if module == TABLE else OBJECTIVES + module, place, change))
+    stands_in(monkeypatch, mutated(module_of(module), place, change))
     assert any(not check(subject, seed) < bound for seed in range(TRIALS))
     monkeypatch.undo()
     assert max(check(subject, seed) for seed in range(2)) < bound

@@ -47,6 +47,8 @@ def test_proofs_see_both_sides_of_every_clip(case: Case) -> None:
         assert sums["clipped"] == sums["clipped_high"] + sums["clipped_low"]
     if case.config.correction is not None:
         assert 0.05 < sums["corrected"] / count < 0.95
+    if case.config.covariance is not None:
+        assert 0.05 < sums["high_covariance"] / count < 0.5
     if case.config.off_policy_mask is not None:
         assert 0.02 < sums["off_policy_masked"] / count < 0.5
 

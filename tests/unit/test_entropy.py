@@ -25,7 +25,8 @@ from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import LossStats, rl_loss
-from prime_hpc.trainer.objectives.kl import EntropyBonus, entropy_threshold
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
+from prime_hpc.trainer.objectives.top_share import top_share_threshold
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.train_step import TrainStep
@@ -170,8 +171,8 @@ def run_rank(rank: int, out: str) -> None:
     """One of three ranks, the second without tokens, the third with the first one's."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{out}/store", 3), rank=rank, world_size=3)
     values = torch.arange(10, dtype=torch.float32) if rank != 1 else torch.zeros(0)
-    found = [entropy_threshold(values, share, counts=rank < 2).item() for share in (1e-9, 0.01, 0.2, 0.21, 0.3, 1.0)]
-    found.append(entropy_threshold(torch.zeros(0), 0.2, counts=True).item())
+    found = [top_share_threshold(values, share, counts=rank < 2).item() for share in (1e-9, 0.01, 0.2, 0.21, 0.3, 1.0)]
+    found.append(top_share_threshold(torch.zeros(0), 0.2, counts=True).item())
     Path(f"{out}/{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batc
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import rl_loss
-from prime_hpc.trainer.objectives.kl import EntropyBonus
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.ops.transfer import map_tensors, pack, unpack
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import Parallel, build_parallel

@@ -14,7 +14,7 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.trainer.objectives.kl import EntropyBonus
+from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.replay import replay
 from prime_hpc.trainer.replay.dump_failed_step import _with_model, _write_beside
 from prime_hpc.trainer.replay.replay import plain

@@ -69,6 +69,8 @@ class KLConfig(Section):
     """Weight of the penalty; 0 only measures it."""
     model: str | None = None
     """The reference: a directory or hub name; default: the model that training began with."""
+    unbiased: bool = False
+    """Times the ratio pi/mu to the policy that sampled, so that stale tokens leave no bias (DeepSeek-V3.2)."""
 
 
 class EntropyConfig(Section):
@@ -94,6 +96,40 @@ class EntropyConfig(Section):
         return self
 
 
+class CovarianceConfig(Section):
+    """The few tokens whose log-probability and advantage vary together most, which drive the entropy down (arXiv
+    2505.22617)."""
+
+    type: Literal["clip", "kl"] = "clip"
+    """`clip` (Clip-Cov): of the tokens between `low` and `high` some, drawn at random, do not train; `kl` (KL-Cov):
+    those of highest covariance get a penalty on their distance to the policy that sampled them."""
+    share: float = Field(2e-4, gt=0, le=1)
+    """How many, as a share of the batch's tokens, over all ranks (KL-Cov of 7B models: 2e-3)."""
+    low: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """`clip`: least covariance of a token that may be drawn."""
+    high: float = Field(5.0, gt=0)
+    """`clip`: greatest one."""
+    coef: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """`kl`: weight of the penalty."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "CovarianceConfig":
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g}), or no token is drawn")
+        return self
+
+
+class RejectConfig(Section):
+    """Sequences that an importance correction leaves out as a whole, by how far their tokens are from the engine."""
+
+    estimator: Literal["k2", "k3"] = "k3"
+    """Per token, d = log(pi/mu): k2 = d^2 / 2, k3 = exp(d) - 1 - d (the metric `kl`)."""
+    over: Literal["mean", "sum", "max"] = "mean"
+    """How a sequence's tokens are put together."""
+    above: float = Field(0.1, gt=0, allow_inf_nan=False)
+    """Greatest value of a sequence that trains, in nats."""
+
+
 class CorrectionConfig(Section):
     """Importance correction of the trainer's policy against the engine's, decoupled from the objective's own ratio."""
 
@@ -109,6 +145,8 @@ class CorrectionConfig(Section):
     """Beside either, at any level: leave out sequences the geometric mean of whose tokens' ratios is smaller."""
     geometric_high: float | None = Field(None, gt=0)
     """The same for those where it is greater (verl's Geo-RS has 0.999 and 1.001); off when absent."""
+    reject: RejectConfig | None = None
+    """Beside either, at any level: leave out sequences by a divergence that is never negative; off when absent."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "CorrectionConfig":
@@ -139,7 +177,7 @@ class LossConfig(Section):
     """The RL objective."""
 
     type: ObjectiveName = "aipo"
-    """Objective by name (`prime_hpc/trainer/objectives`, one file each), or your own as `module:function`."""
+    """Objective by name (`prime_hpc/trainer/objectives/policy_gradient`), or your own as `module:function`."""
     delta: float = Field(8.0, gt=0)
     """`aipo`: upper clip of the importance ratio pi/mu."""
     clip_low: float | None = Field(None, ge=0)
@@ -185,6 +223,8 @@ class LossConfig(Section):
     """Train only this share of the batch's tokens, those of the highest entropy, over all ranks (0.2 in "Beyond the
     80/20 Rule"); a KL penalty and an entropy bonus are of all. Costs one more forward pass over the batch; off when
     absent."""
+    covariance: CovarianceConfig | None = None
+    """Clip-Cov or KL-Cov; off when absent."""
     mismatch: MismatchConfig = MismatchConfig()
     """Alarm on the mismatch to the engine."""
 
@@ -226,8 +266,9 @@ class LossConfig(Section):
                     f"{key} = ({c1:g}, {c2:g}): both must be finite and not negative, and c2 above 0 where c1 is, or "
                     "the weight is without bound"
                 )
-        if self.off_policy_mask is not None and objective.imitates:
-            raise ValueError(f"trainer.loss.type = {self.type} looks at no advantage: leave off_policy_mask out")
+        for key in ("off_policy_mask", "covariance"):
+            if getattr(self, key) is not None and objective.imitates:
+                raise ValueError(f"trainer.loss.type = {self.type} looks at no advantage: leave {key} out")
         return self
 
 

@@ -41,6 +41,10 @@ def _of_loss(experiment: Experiment) -> Iterator[Row]:
     if loss.entropy is not None:
         for key in ("delta", "max_coef"):
             yield f"trainer.loss.entropy.{key}", loss.entropy.target is not None, "trainer.loss.entropy.target"
+    if loss.covariance is not None:
+        for key, of in (("low", "clip"), ("high", "clip"), ("coef", "kl")):
+            used = loss.covariance.type == of
+            yield f"trainer.loss.covariance.{key}", used, f"trainer.loss.covariance.type = {of}"
     if loss.correction is not None:
         yield "trainer.loss.correction.low", loss.correction.type == "mask", "trainer.loss.correction.type = mask"
 
@@ -73,6 +77,7 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
         "trainer.loss.off_policy_mask",
         "trainer.loss.entropy",
         "trainer.loss.top_entropy_quantile",
+        "trainer.loss.covariance",
     ):
         yield name, False, "kind = rl (SFT has a loss and data of its own: sft.data)"
     yield "inference", experiment.samples, "evaluations by episodes (orchestrator.eval)"

@@ -189,6 +189,11 @@ class RankBatch:
         """bool[T], the tokens that are trained: in the loss mask and not the first of their sequence."""
         return self.loss_mask & ~self.first_tokens()
 
+    def computed_mask(self) -> npt.NDArray[np.bool_]:
+        """bool[T], the tokens whose log-probability is computed: those that are trained, or weigh in `ce_weights`."""
+        weighed = self.loss_mask if self.ce_weights is None else self.loss_mask | (self.ce_weights > 0)
+        return weighed & ~self.first_tokens()
+
     def targets_per_sequence(self) -> npt.NDArray[np.int32]:
         """int32[S], the number of trained tokens of each sequence."""
         ends = np.concatenate([[0], np.cumsum(self.target_mask())])[self.seq_offsets]

@@ -68,6 +68,8 @@ class MicroBatch:
     """float64[S], see `RankBatch.reference_sums`."""
     high_entropy: torch.Tensor | None = None
     """bool[N], the targets that the objective trains, with `trainer.loss.top_entropy_quantile`; None: all."""
+    high_covariance: torch.Tensor | None = None
+    """bool[N], the targets that `trainer.loss.covariance` chose; None: it is off."""
     targets_of_rollout: torch.Tensor | None = None
     """int64[S], number of targets of the whole rollout that each sequence is a piece of, over all micro-batches and
     ranks; None where sequences are whole rollouts."""
@@ -107,6 +109,7 @@ _SEEN_BY_OBJECTIVES = (
     "advantages",
     "reference_logprobs",
     "high_entropy",
+    "high_covariance",
 )
 """Fields of `MicroBatch` with a value a target that objectives look at."""
 
@@ -160,7 +163,7 @@ def make_micro_batch(
     lengths, ids, mask, ce = np.diff(part.seq_offsets), part.token_ids.astype(np.int64), part.loss_mask, part.ce_weights
     sequence_of = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(ids)) - part.seq_offsets[sequence_of]
-    at = np.flatnonzero((mask if ce is None else mask | (ce > 0)) & (positions > 0))
+    at = np.flatnonzero(part.computed_mask())
     sequence = sequence_of[at]
     targets, num_sequences = ids[at], len(lengths)
     truncation = _truncation(part, sequence, mask[at])

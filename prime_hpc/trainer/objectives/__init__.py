@@ -1,12 +1,12 @@
 """Objectives of the trainer: from log-probabilities of the trained tokens to a loss.
 
-About one file an objective, found by its config name (`trainer.loss.type`); `rl.py` joins one with the optional
-importance correction and KL penalty, `kl.py` has the entropy bonus, too, `normalize.py` gives every token its share
-of the batch. Nothing loops over sequences, and nothing depends on how they are packed, sharded or split into
-micro-batches.
+`policy_gradient/` has about one file an objective, `nll.py` imitation, `preference.py` those of pairs; they are found
+by their config name (`trainer.loss.type`). `rl.py` joins one with what may stand beside any: `correction.py`, `kl.py`,
+`covariance.py`, `entropy.py`; `normalize.py` gives every token its share of the batch. Nothing loops over sequences,
+and nothing depends on how they are packed, sharded or split into micro-batches.
 
-To add one: write a file here with one function, and its row in `config.named_code.OBJECTIVES`; or keep it in your own
-package and state `trainer.loss.type = module:function`.
+To add one: write a file in `policy_gradient/` with one function, and its row in `config.named_code.OBJECTIVES`; or keep
+it in your own package and state `trainer.loss.type = module:function`.
 """
 
 from collections.abc import Callable

@@ -64,6 +64,11 @@ class Targets:
         """
         return torch.segment_reduce(values.detach(), "sum", lengths=self.targets_of_sequence, unsafe=True)
 
+    def sequence_max(self, values: torch.Tensor) -> torch.Tensor:
+        """[S], the greatest of constant `values` [N], none below 0, of each sequence; those without targets get 0."""
+        lengths = self.targets_of_sequence
+        return torch.segment_reduce(values.detach(), "max", lengths=lengths, unsafe=True, initial=0)
+
     def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
         """[S], the mean of constant `values` [N] over each sequence; sequences without targets get 0."""
         return self.sequence_sum(values) / self.targets_of_sequence.clamp(min=1)

@@ -8,7 +8,10 @@ With c = pi / mu, a constant, of a token, of its whole sequence (the product), o
     mask     (MIS; IcePop in Ring-1T, arXiv 2510.18855):        c where low <= c <= high, else 0
 
 and c = 0 for all of a sequence the geometric mean of whose ratios is outside [geometric_low, geometric_high], whatever
-the level (verl's Geo-RS; beside token-level truncation its Geo-RS-Token-TIS). Divisors count what is left out.
+the level (verl's Geo-RS; beside token-level truncation its Geo-RS-Token-TIS). There tokens that rose and fell cancel
+out; `reject` leaves out sequences by an estimate that is never negative (verl's seq_mean_k3 and the like): with
+d = log(pi / mu), the mean, the sum or the greatest of d^2 / 2 (k2) or e^d - 1 - d (k3) over the sequence's tokens is
+above a limit. Divisors count what is left out.
 
 The objective's own ratio then compares pi with the trainer's policy before this update instead of with mu (the
 decoupled form, arXiv 2110.00641): the mismatch is counted once. With one update a batch that ratio is 1 in value, so
@@ -23,7 +26,7 @@ Edge cases: the ratio saturates at e^+-20. Where mu gave the token probability 0
 
 import torch
 
-from prime_hpc.config.sections.trainer import CorrectionConfig
+from prime_hpc.config.sections.trainer import CorrectionConfig, RejectConfig
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Targets
 
 
@@ -41,6 +44,8 @@ def correction_factor(
     left_out = geometric < config.geometric_low
     if config.geometric_high is not None:
         left_out = left_out | (geometric > config.geometric_high)
+    if config.reject is not None:
+        left_out = left_out | _rejected(config.reject, targets, difference)
     if config.level != "token":
         reduce = targets.sequence_mean if config.level == "geometric" else targets.sequence_sum
         difference = reduce(difference)[targets.sequence].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -51,6 +56,13 @@ def correction_factor(
         left_out = left_out | outside
     factor = torch.where(left_out, torch.zeros_like(ratio), ratio.clamp(max=config.high))
     return factor, outside | left_out
+
+
+def _rejected(config: RejectConfig, targets: Targets, difference: torch.Tensor) -> torch.Tensor:
+    """bool [N]: the targets of sequences whose divergence is above the limit; `difference` is log(pi / mu)."""
+    divergence = difference.square() / 2 if config.estimator == "k2" else torch.expm1(difference) - difference
+    reduce = {"mean": targets.sequence_mean, "sum": targets.sequence_sum, "max": targets.sequence_max}[config.over]
+    return reduce(divergence)[targets.sequence] > config.above
 
 
 def off_policy(threshold: float, targets: Targets, behaviour: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """One micro-batch's RL loss: the configured objective, its correction, its KL penalty, and what the log shows.
 
-loss = sum_t w_t ( c_t l_t + coef KL_t ), c_t the correction's factor, 0 where off-policy masking leaves t out, or t is
-not of high entropy (`kl.py`, as the bonus that is added to it).
+loss = sum_t w_t ( c_t l_t + coef KL_t ), c_t the correction's factor, 0 where off-policy masking leaves t out, t is not
+of high entropy, or Clip-Cov cuts it. `covariance.py` has KL-Cov's penalty, `entropy.py` the bonus for entropy, which
+are added.
 """
 
 import torch
@@ -11,6 +12,7 @@ from prime_hpc.config.sections.trainer import KLConfig, LossConfig
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, LossStats, Targets, get_objective
 from prime_hpc.trainer.objectives.correction import correction_factor, off_policy
+from prime_hpc.trainer.objectives.covariance import bounded
 from prime_hpc.trainer.objectives.kl import kl_estimate
 
 
@@ -39,7 +41,7 @@ def rl_loss(
     Returns:
         the loss and its statistics over targets: see `mismatch_stats`; `clipped` (by the objective; `clipped_high`,
         `clipped_low`: those whose ratio is above 1, and below), `corrected` (by the correction), `off_policy_masked`,
-        `low_entropy_masked`, `kl_penalty` (the estimate, without coef).
+        `low_entropy_masked`, `high_covariance` (cut, or penalised), `kl_penalty` (the estimate, without coef).
 
     Raises:
         ConfigError: a KL to the reference is asked for, but the micro-batch has no reference log-probabilities.
@@ -70,8 +72,13 @@ def rl_loss(
     if micro.high_entropy is not None:
         per_target = torch.where(micro.high_entropy, per_target, torch.zeros_like(per_target))
         stats.sums["low_entropy_masked"] = (~micro.high_entropy).sum().float()
+    if config.covariance is not None and micro.high_covariance is not None:
+        per_target = bounded(config.covariance, per_target, micro.high_covariance, logprobs, behaviour)
+        stats.sums["high_covariance"] = micro.high_covariance.sum().float()
     if config.kl is not None:
         penalty = kl_estimate(logprobs, _kl_target(config.kl, micro), config.kl.estimator)
+        if config.kl.unbiased:
+            penalty = penalty * (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         stats.sums["kl_penalty"] = penalty.detach().sum()
         if config.kl.coef > 0:
             per_target = per_target + config.kl.coef * penalty

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Bounds, Targets, Terms
-from prime_hpc.trainer.objectives.ppo_clip import clipped_surrogate
+from prime_hpc.trainer.objectives.policy_gradient.ppo_clip import clipped_surrogate
 
 
 def gspo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:

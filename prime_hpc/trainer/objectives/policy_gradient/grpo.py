@@ -24,7 +24,7 @@ that.
 
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms
-from prime_hpc.trainer.objectives.ppo_clip import clipped_surrogate
+from prime_hpc.trainer.objectives.policy_gradient.ppo_clip import clipped_surrogate
 
 
 def grpo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
