@@ -86,6 +86,7 @@ ALGORITHMS = {
     "gdpo": AlgorithmEntry(f"{_ADVANTAGES}.gdpo:gdpo"),
     "rloo": AlgorithmEntry(f"{_ADVANTAGES}.rloo:rloo"),
     "opo": AlgorithmEntry(f"{_ADVANTAGES}.opo:opo"),
+    "optimal_token_baseline": AlgorithmEntry(f"{_ADVANTAGES}.opo:OptimalTokenBaseline"),
     "max_rl": AlgorithmEntry(f"{_ADVANTAGES}.max_rl:max_rl"),
     "rae": AlgorithmEntry(f"{_ADVANTAGES}.rae:RoleAdvantage", min_group=1),
     "reinforce": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),

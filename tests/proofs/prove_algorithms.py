@@ -247,6 +247,37 @@ def distillation_error(kind: str, rng: np.random.Generator) -> float:
     return max(_error(f[0][m], np.array(w)) for f, m, w in zip(found, masks, wanted, strict=True)) / SINGLE
 
 
+def optimal_token_error(rng: np.random.Generator) -> float:
+    """Rollouts of one to three pieces, each with a prompt of its own; two roles now and then."""
+    num_seats = int(rng.integers(1, 3))
+    rows: list[list[tuple[float, list[np.ndarray]]]] = []
+    group = []
+    for _ in range(int(rng.integers(2, 7))):
+        row, samples = [], []
+        for seat in range(num_seats):
+            reward, pieces = float(rng.normal(0, 3)), []
+            for _ in range(int(rng.integers(1, 4))):
+                [sample] = episode(reward, rng.integers(1, 9, 2).tolist(), rng).result.samples
+                logs = np.where(sample.loss_mask, np.log(rng.uniform(0.01, 0.99, sample.num_tokens)), 0)
+                samples.append(replace(sample, logprobs=logs.astype(np.float32), agent=f"seat {seat}", trace=seat))
+                pieces.append(samples[-1].logprobs[sample.loss_mask].astype(np.float64))
+            row.append((reward, pieces))
+        rows.append(row)
+        group.append(to_episode(make_result(samples=samples, reward=float(np.mean([r for r, _ in row]))), 10_000))
+    found = Scorer(AdvantageConfig(type="optimal_token_baseline"), max_tokens=99).score(group)
+    assert found.tokens is not None
+    worst = 0.0
+    for seat in range(num_seats):
+        policy = [np.concatenate(row[seat][1]).tolist() for row in rows]
+        wanted = reference.optimal_token_baseline([row[seat][0] for row in rows], policy)
+        for e, by_sample, right in zip(group, found.tokens, wanted, strict=True):
+            own = [(s, a) for s, a in zip(e.result.samples, by_sample, strict=True) if s.trace == seat]
+            if any(a[~s.loss_mask].any() for s, a in own):
+                return float("inf")
+            worst = max(worst, _error(np.concatenate([a[s.loss_mask] for s, a in own]), np.array(right)) / SINGLE)
+    return worst
+
+
 def hierarchical_error(rng: np.random.Generator) -> float:
     """A proposer and 2 to 4 solvers an episode; now and then a judge who acts once, and a solver of two branches."""
     rows: list[list[tuple[str, float]]] = []
@@ -319,6 +350,7 @@ OTHERS: dict[str, Callable[[np.random.Generator], float]] = {
     "gdpo": gdpo_error,
     "opd": partial(distillation_error, "opd"),
     "opsd": partial(distillation_error, "opsd"),
+    "optimal_token_baseline": optimal_token_error,
     "hierarchical_grpo": hierarchical_error,
     "length penalty": length_error,
     "repetition penalty": repetition_error,

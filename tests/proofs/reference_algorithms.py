@@ -1,7 +1,7 @@
 """Advantages and penalties one rollout at a time, in plain Python, written from the papers. Imports none of ours."""
 
 from collections.abc import Sequence
-from math import sqrt
+from math import exp, sqrt
 
 
 def mean(values: Sequence[float]) -> float:
@@ -65,6 +65,19 @@ def distillation(
         [weight * (x - mean(r)) + max(-bound, min(q - p, bound)) for p, q in zip(ps, qs, strict=True)]
         for x, ps, qs in zip(r, policy, teacher, strict=True)
     ]
+
+
+def optimal_token_baseline(r: Sequence[float], policy: Sequence[Sequence[float]]) -> list[list[float]]:
+    """r_i - sum_j r_j W_jt / sum_j W_jt over rollouts of t tokens or more, W_jt the sum of 1 - pi up to the t-th."""
+    found = []
+    for i, own in enumerate(policy):
+        row = []
+        for t in range(len(own)):
+            reach = [j for j in range(len(r)) if len(policy[j]) > t]
+            w = {j: sum(1 - exp(x) for x in policy[j][: t + 1]) for j in reach}
+            row.append(r[i] - sum(r[j] * w[j] for j in reach) / sum(w.values()))
+        found.append(row)
+    return found
 
 
 def hierarchical(episodes: Sequence[Sequence[tuple[str, float]]], solvers: set[str]) -> list[list[float]]:

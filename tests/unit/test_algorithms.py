@@ -1,5 +1,6 @@
 """Advantage algorithms at their corners, penalties, the registry; values are proved in `tests/proofs`."""
 
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -11,7 +12,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.orchestrator.algorithms import RewardGroup, Scorer, get_algorithm
+from prime_hpc.orchestrator.algorithms import RewardGroup, Scorer, Scores, get_algorithm
 from prime_hpc.orchestrator.algorithms.penalties import sampled_runs
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
@@ -60,6 +61,31 @@ def test_known_values() -> None:
     assert advantages("opo", [1, 0], [3, 1]) == pytest.approx([0.25, -0.75])
     assert advantages("max_rl", [1, 0, 0, 0]) == pytest.approx([3, -1, -1, -1])
     assert advantages("none", [0.5, -1.0]) == [0.5, -1.0]
+
+
+def test_an_optimal_token_baseline_weighs_what_came_before_a_token() -> None:
+    """Of three replies one was sure of every token, one of none; the third goes on alone."""
+    replies = [([0.0, 0.0], 1.0), ([math.log(0.5)] * 2, 0.0), ([math.log(0.25), 0.0, -1.0], 2.0)]
+
+    def found(rewards: list[float]) -> Scores:
+        samples = [make_sample([0] * len(logs)) for logs, _ in replies]
+        samples = [
+            replace(sample, reward=r, logprobs=np.where(sample.loss_mask, 0, sample.logprobs).astype(np.float32))
+            for sample, r in zip(samples, rewards, strict=True)
+        ]
+        for sample, (logs, _) in zip(samples, replies, strict=True):
+            sample.logprobs[sample.loss_mask] = logs
+        group = [to_episode(make_result(samples=[s], reward=s.reward), 100) for s in samples]
+        return Scorer(AdvantageConfig(type="optimal_token_baseline"), max_tokens=99).score(group)
+
+    scores = found([1.0, 0.0, 2.0])
+    assert scores.tokens is not None
+    first, second = 2 * 0.75 / 1.25, 2 * 0.75 / 1.75  # weights 0, 1/2, 3/4; 0, 1, 3/4
+    wanted = [[1 - first, 1 - second], [-first, -second], [2 - first, 2 - second, 0.0]]
+    for [row], expected in zip(scores.tokens, wanted, strict=True):
+        assert row[-len(expected) :].tolist() == pytest.approx(expected, rel=1e-6)
+    assert scores.advantages.tolist() == pytest.approx([float(np.mean(row)) for row in wanted])
+    assert not found([0.1] * 3).has_signal
 
 
 def test_gdpo_tells_apart_what_adds_up_to_the_same() -> None:
