@@ -169,7 +169,7 @@ def test_answers_to_other_names_are_true() -> None:
         ("trainer.loss.type", "dapo", "it is ppo_clip with trainer.loss.clip_high = 0.28"),
         ("trainer.loss.type", "geo_mean", "it is gmpo"),
         ("trainer.loss.type", "luspo", "it is gspo with trainer.loss.normalize = batch and batch_tokens = 1"),
-        ("trainer.loss.type", "Clip-Cov", "entropy is kept up by trainer.loss.entropy"),
+        ("trainer.loss.type", "Clip-Cov", "it is ppo_clip, or any other objective, with trainer.loss.covariance"),
         ("trainer.loss.type", "IcePop", "it is trainer.loss.correction, beside any objective: type = mask"),
         ("orchestrator.advantage.type", "gspo", "it is an objective, trainer.loss.type"),
         (
@@ -177,6 +177,8 @@ def test_answers_to_other_names_are_true() -> None:
             "reinforce-plus-plus",
             "it is dr_grpo with orchestrator.advantage.scale = batch",
         ),
+        ("trainer.loss.type", "dro", "it is reinforce with trainer.loss.kl of target = behaviour, estimator = k2"),
+        ("orchestrator.advantage.type", "remax", "there is none: its baseline is a greedy reply's reward"),
         ("orchestrator.advantage.type", "gae", "there is no critic"),
         ("orchestrator.advantage.type", "normalize_then_sum", "it is gdpo, with orchestrator.advantage.scale = batch"),
     ],

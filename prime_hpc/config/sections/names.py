@@ -26,11 +26,11 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("dppo_tv", "dppo_kl"), "it is dppo, with trainer.loss.divergence"),
         **dict.fromkeys(("tis", "rollout_is", "importance_sampling"), f"{_CORRECTION}: type = truncate"),
         **dict.fromkeys(("mis", "icepop"), f"{_CORRECTION}: type = mask, with its low and high"),
-        **dict.fromkeys(
-            ("clip_cov", "kl_cov"),
-            "there is none; entropy is kept up by trainer.loss.entropy, trainer.loss.clip_high, "
-            "trainer.loss.top_entropy_quantile",
-        ),
+        "clip_cov": "it is ppo_clip, or any other objective, with trainer.loss.covariance of type = clip",
+        "kl_cov": "it is aipo, or any other objective, with trainer.loss.covariance of type = kl",
+        "dro": "it is reinforce with trainer.loss.kl of target = behaviour, estimator = k2 and its beta as coef",
+        "bypass_mode": "it is ppo_clip or reinforce: ratios are to the engine's log-probabilities as a rule",
+        "m2po": "there is none; trainer.loss.correction and trainer.loss.off_policy_mask bound what stale tokens do",
         "luspo": "it is gspo with trainer.loss.normalize = batch and batch_tokens = 1",
         "opsm": "it is trainer.loss.off_policy_mask, beside any objective",
         **dict.fromkeys(
@@ -43,7 +43,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "dapo": "it is grpo; DAPO's other parts are trainer.loss (ppo_clip, clip_high = 0.28), gates of "
         "orchestrator.curriculum (advantage_range) and orchestrator.advantage.soft_overlong",
         **dict.fromkeys(
-            ("gspo", "cispo", "sapo", "gmpo", "vespo", "ppo"),
+            ("gspo", "cispo", "sapo", "gmpo", "vespo", "ppo", "dppo", "luspo", "clip_cov", "kl_cov"),
             "it is an objective, trainer.loss.type; its paper's advantages are grpo",
         ),
         **dict.fromkeys(("gae", "vapo"), _NO_CRITIC),
@@ -51,7 +51,13 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
             ("reinforce++", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce_baseline"),
             "it is dr_grpo with orchestrator.advantage.scale = batch",
         ),
-        "group_norm": "it is grpo",
+        **dict.fromkeys(("group_norm", "grpo_vectorized"), "it is grpo"),
+        "rloo_vectorized": "it is rloo",
+        "gpg": "it is dr_grpo, with trainer.loss.type = reinforce and trainer.loss.denominators = trained",
+        **dict.fromkeys(("otb", "tir_optimal_token_baseline"), "it is optimal_token_baseline"),
+        "grpo_passk": "there is none; max_rl weighs prompts up that are rarely solved, and so raises pass@k",
+        "remax": "there is none: its baseline is a greedy reply's reward; rloo compares a prompt's other replies",
+        "raw_reward": "it is reinforce",
         "normalize_then_sum": "it is gdpo, with orchestrator.advantage.scale = batch",
         "maxrl": "it is max_rl",
     },

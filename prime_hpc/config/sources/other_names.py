@@ -100,29 +100,52 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "a KL penalty is off until <trainer.loss.kl.coef> is stated (<trainer.loss.kl.estimator>: GRPO's is k3)",
     ),
     (
-        "kl_loss_type kl_penalty kl_estimator",
+        "kl_loss_type kl_penalty kl_estimator reference_policy_kl_type",
         "k1, k2 or k3 (`low_var_kl`): <trainer.loss.kl.estimator>",
+    ),
+    (
+        "use_unbiased_kl use_bias_correction_kl use_on_policy_kl_approximation",
+        "times the ratio to the policy that sampled: <trainer.loss.kl.unbiased>",
+    ),
+    ("kl.horizon target_kl kl_horizon", "the weight of a KL penalty stays as it is: <trainer.loss.kl.coef>"),
+    (
+        "dro_beta kl_tau",
+        "the weight of a squared log-ratio to the policy that sampled: <trainer.loss.kl.coef>, with `behaviour` as "
+        "<trainer.loss.kl.target> and `k2` as <trainer.loss.kl.estimator>, which halves the square",
     ),
     (
         "ref_model sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
         "the reference model stays as it is: <trainer.loss.kl.model>",
     ),
     (
-        "epsilon clip_ratio clip_ratio_low eps_clip cliprange eps_clip_low_high",
+        "epsilon clip_ratio clip_ratio_low eps_clip cliprange eps_clip_low_high ratio_clip_min dppo_mask_low "
+        "ipo_threshold",
         "how far the ratio may go: <trainer.loss.clip_low>, <trainer.loss.clip_high>",
     ),
-    ("epsilon_high clip_ratio_high eps_clip_high", "how far the ratio may rise: <trainer.loss.clip_high>"),
-    ("clip_ratio_c", "it is <trainer.loss.dual_clip>"),
     (
-        "loss_type loss_mode policy_loss policy_loss_type importance_sampling_level ratio_type",
+        "epsilon_high clip_ratio_high eps_clip_high eps_clip_higher ratio_clip_max dppo_mask_high",
+        "how far the ratio may rise: <trainer.loss.clip_high>",
+    ),
+    ("clip_ratio_c eps_clip_c c_clip ratio_clip_c", "it is <trainer.loss.dual_clip>"),
+    (
+        "loss_type loss_mode policy_loss policy_loss_type importance_sampling_level ratio_type use_cispo use_sapo_loss "
+        "sequence_level_importance_ratios force_on_policy_ratio disable_ppo_ratio",
         "the objective: <trainer.loss.type>",
     ),
-    ("sapo_temperature_pos", "it is <trainer.loss.tau_pos>"),
-    ("sapo_temperature_neg", "it is <trainer.loss.tau_neg>"),
+    ("clip_cov_ratio kl_cov_ratio", "the share of tokens of high covariance: <trainer.loss.covariance.share>"),
+    ("clip_cov_lb", "it is <trainer.loss.covariance.low>"),
+    ("clip_cov_ub", "it is <trainer.loss.covariance.high>"),
+    ("ppo_kl_coef", "it is <trainer.loss.covariance.coef>"),
+    (
+        "m2_threshold",
+        "there is no M2PO; <trainer.loss.correction> and <trainer.loss.off_policy_mask> bound what stale tokens do",
+    ),
+    ("sapo_temperature_pos sapo_tau_pos", "it is <trainer.loss.tau_pos>"),
+    ("sapo_temperature_neg sapo_tau_neg", "it is <trainer.loss.tau_neg>"),
     ("vespo_k_pos vespo_lambda_pos", "they are the two of <trainer.loss.gamma_pos>"),
     ("vespo_k_neg vespo_lambda_neg", "they are the two of <trainer.loss.gamma_neg>"),
     ("off_policy_mask_threshold use_opsm opsm_delta", "it is <trainer.loss.off_policy_mask>"),
-    ("loss_agg_mode loss_scale_factor", "the divisor of a token's loss: <trainer.loss.normalize>"),
+    ("loss_agg_mode loss_scale_factor token_level_loss", "the divisor of a token's loss: <trainer.loss.normalize>"),
     (
         "adv_estimator advantage_estimator advantage.estimator",
         "it is <orchestrator.advantage.type>; the objective is <trainer.loss.type>",
@@ -160,19 +183,45 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     (
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min is_correction_level is_correction_mode "
-        "is_correction_threshold rollout_correction rollout_is rollout_is_threshold tis_imp_ratio_cap",
+        "is_correction_threshold rollout_correction rollout_is rollout_is_threshold tis_imp_ratio_cap use_tis tis_clip "
+        "tis_clip_low truncated_importance_sampling_type truncated_importance_sampling_ratio use_decoupled_loss "
+        "truncated_importance_sampling_ratio_min behave_imp_weight_cap use_importance_sampling_correction",
         "the correction for what engine and trainer compute differently: <trainer.loss.correction.type>, "
         "<trainer.loss.correction.level>, <trainer.loss.correction.high>",
     ),
     (
-        "rollout_rs rollout_rs_threshold",
+        "rollout_is_batch_normalize",
+        "a correction's weights are not divided by their mean over the batch: leave it out (<trainer.loss.correction>)",
+    ),
+    (
+        "rollout_rs rollout_rs_threshold rollout_token_veto_threshold rejection_sampling",
         "tokens or sequences outside of bounds are left out with `mask`: <trainer.loss.correction.type>; sequences by "
         "their geometric mean beside it or truncation: <trainer.loss.correction.geometric_low>, "
-        "<trainer.loss.correction.geometric_high>",
+        "<trainer.loss.correction.geometric_high>, or by k2 or k3 (their mean, sum or greatest): "
+        "<trainer.loss.correction.reject>",
     ),
-    ("mask_truncated_completions overlong_filtering", "`mask`: <orchestrator.advantage.overlong>"),
-    ("overlong_buffer overlong_buffer_len overlong_buffer_cfg", "it is <orchestrator.advantage.soft_overlong.buffer>"),
-    ("overlong_penalty_factor", "it is <orchestrator.advantage.soft_overlong.coef>"),
+    (
+        "mask_truncated_completions overlong_filtering mask_no_eos_with_zero stop_properly_penalty_coef",
+        "replies that a limit cut short, `mask` or `penalize`: <orchestrator.advantage.overlong>",
+    ),
+    (
+        "overlong_buffer overlong_buffer_len overlong_buffer_cfg overlong_buffer_length overlong_tokens",
+        "it is <orchestrator.advantage.soft_overlong.buffer>",
+    ),
+    ("overlong_penalty_factor overlong_buffer_penalty", "it is <orchestrator.advantage.soft_overlong.coef>"),
+    (
+        "reward_clip reward_scaling reward_bias reward.clip_range",
+        "rewards are the environment's own, <orchestrator.env>: scale or bound them there",
+    ),
+    (
+        "positive_example_nll_weight",
+        "nothing imitates good replies beside RL; imitation alone is <trainer.loss.type> `nll`",
+    ),
+    (
+        "handle_zero_tail calculate_sum_pi_squared",
+        "`optimal_token_baseline` needs no sum over the vocabulary: <orchestrator.advantage.type>",
+    ),
+    ("filter_zero_advantages", "it is <orchestrator.advantage.zero>"),
     (
         "filter_groups dynamic_filtering dynamic_filtering_enable dynamic_filtering_range dynamic_sampling",
         "groups of equal rewards, or of rewards outside a range, are left out by <orchestrator.curriculum.gates>",
