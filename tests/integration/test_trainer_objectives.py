@@ -26,7 +26,8 @@ GSPO = {
     "type": "gspo",
     "clip_low": 0.5,
     "clip_high": 0.5,
-    "kl": {"target": "reference", "estimator": "k3", "coef": 0.5},
+    "kl": {"target": "reference", "estimator": "k3", "coef": 0.5, "unbiased": True},
+    "covariance": {"type": "clip", "share": 0.2, "low": 0.01},
 }
 CORRECTED = {"type": "dr_grpo", "correction": {"type": "mask", "low": 0.2, "high": 5.0}}
 
@@ -52,7 +53,8 @@ def compare_rows(one: RunPaths, two: RunPaths, num_steps: int) -> list[dict]:
     """The first steps' metrics of both runs are alike; returns those of `one`."""
     rows = [read_metrics(p.metrics("trainer"))[:num_steps] for p in (one, two)]
     for a_row, b_row in zip(*rows, strict=True):
-        for key in {"loss", "grad_norm", "ratio", "kl", "entropy", "clipped", "kl_penalty", "corrected"} & set(a_row):
+        keys = {"loss", "grad_norm", "ratio", "kl", "entropy", "clipped", "kl_penalty", "corrected", "high_covariance"}
+        for key in keys & set(a_row):
             assert a_row[key] == pytest.approx(b_row[key], rel=2e-3, abs=1e-6), key
     return rows[0]
 
@@ -68,6 +70,7 @@ def test_gspo_with_a_reference_and_muon_on_two_ranks_equal_one_and_resume(tmp_pa
     first, second = compare_rows(one, two, 2)
     # the reference is the model that training began with
     assert first["kl_penalty"] == pytest.approx(0.0, abs=1e-6) and second["kl_penalty"] > 1e-5
+    assert first["high_covariance"] > 0.02
     for name, tensor in weights(one, 2).items():
         torch.testing.assert_close(weights(two, 2)[name], tensor, rtol=1e-4, atol=2e-5)
 
