@@ -104,7 +104,7 @@ class CovarianceConfig(Section):
     """`clip` (Clip-Cov): of the tokens between `low` and `high` some, drawn at random, do not train; `kl` (KL-Cov):
     those of highest covariance get a penalty on their distance to the policy that sampled them."""
     share: float = Field(2e-4, gt=0, le=1)
-    """How many, as a share of the batch's tokens, over all ranks (KL-Cov of 7B models: 2e-3)."""
+    """How many, as a share of the batch's tokens, over all ranks (verl has this for both)."""
     low: float = Field(1.0, gt=0, allow_inf_nan=False)
     """`clip`: least covariance of a token that may be drawn."""
     high: float = Field(5.0, gt=0)

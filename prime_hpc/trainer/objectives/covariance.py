@@ -1,6 +1,6 @@
 """Covariance of log-probability and advantage: the few tokens that drive the policy's entropy down are cut from the
 gradient (Clip-Cov) or held back by a penalty (KL-Cov; Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning
-for Reasoning Language Models", arXiv 2505.22617, eq. 10-13).
+for Reasoning Language Models", arXiv 2505.22617).
 
     Cov_t = (log mu(t) - mean log mu) (A_t - mean A),        means over all N trained tokens of the batch
 
