@@ -182,6 +182,30 @@ def test_a_run_that_has_to_leave_trains_no_further_while_its_checkpoint_has_no_r
     assert sorted(ends) == ["a stopped asked to", "b done None"] and runs[0].saved == 1
 
 
+@pytest.mark.parametrize("has_to_leave", [True, False])
+def test_a_save_is_made_while_there_is_no_room_for_a_version(
+    monkeypatch: pytest.MonkeyPatch, has_to_leave: bool
+) -> None:
+    """Checkpoints may lie on another disk; what the last save answers needs none before it."""
+    run, taken = _Run("a", {1: 3}), list[int]()
+    saver = run.trainer.saver
+
+    def take_up() -> None:
+        saver.is_asked = False
+        taken.append(run.step)
+
+    saver.take_up = take_up
+    multi, now, _ = _multi(monkeypatch, [run], 600.0)
+    if has_to_leave:
+        run.step = 1
+        multi._leaving = [loop.Leave("a", "stopped", "asked to", save=True)]
+    multi._execute(multi._next_command())
+    assert multi._held
+    saver.is_asked, run.save = True, lambda **_: None  # type: ignore[method-assign]
+    assert [turn for turn in _turns(multi, now) if turn == "save a"] == ([] if has_to_leave else ["save a"])
+    assert taken == [1] and not multi._children
+
+
 def test_runs_of_a_trainer_that_ends_wait_for_room_when_all_others_have_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [_Run("a", {1: 1}), _Run("b", {})]
     multi, _, _ = _multi(monkeypatch, runs, 5.0)

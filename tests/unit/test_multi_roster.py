@@ -287,7 +287,29 @@ def test_stop_file(world: World) -> None:
     world.admit()
     (path / "STOP").touch()
     assert world.look() == [Leave("run_a", "stopped", "the file STOP was found", save=True)]
-    assert not (path / "STOP").exists() and world.look() == []
+    assert world.look() == [] and (path / "STOP").exists(), "its last save may have no room, and the trainer be killed"
+    world.roster.ended("run_a", "stopped", "the file STOP was found")
+    assert not (path / "STOP").exists() and world.phase("run_a") == "stopped"
+
+
+def test_an_end_that_had_no_room_to_be_written_is_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was found again as one that trains, and trained on."""
+    path = world.child("run_a")
+    world.look()
+    world.admit()
+    (path / "STOP").touch()
+    world.look()
+
+    def refuse(*args: Any) -> None:
+        raise NoRoom("state.json: disk full")
+
+    with monkeypatch.context() as full:
+        full.setattr(run_slots, "write_state", refuse)
+        world.roster.ended("run_a", "stopped", "asked")
+        world.look()
+    assert world.phase("run_a") == "training" and world.admit() is None and (path / "STOP").exists()
+    world.look(ENDED_LOOK_S)
+    assert world.phase("run_a") == "stopped" and world.admit() is None and not (path / "STOP").exists()
 
 
 def test_a_stop_that_waited_for_the_next_trainer_is_obeyed(world: World) -> None:
@@ -300,7 +322,6 @@ def test_a_stop_that_waited_for_the_next_trainer_is_obeyed(world: World) -> None
     world.look()
     assert world.admit() == "run_a"
     assert world.look() == [Leave("run_a", "stopped", "the file STOP was found", save=True)]
-    assert not (path / "STOP").exists()
 
 
 def test_a_new_trainer_takes_up_what_the_old_one_left(world: World) -> None:

@@ -169,9 +169,11 @@ class MultiTrainer:
         for name, child in self._children.items():
             if child.trainer.saver.checkpointer.has_ended:
                 return Command(Kind.WAIT_FOR_SAVE, name)
-            if child.trainer.saver.is_asked and name not in self._held:
+            if child.trainer.saver.is_asked:
                 child.trainer.saver.take_up()
-                return Command(Kind.SAVE, name)
+                held = self._held.get(name)
+                if held is None or held.command.kind is not Kind.LEAVE:  # that one's last save is the answer
+                    return Command(Kind.SAVE, name)
         self._leaving += self._run_slots.look()
         self._leaving += [leave for leave in map(self._trouble, self._watches) if leave is not None]
         while self._leaving:
@@ -379,7 +381,7 @@ class MultiTrainer:
                 except ENDS_A_RUN as error:
                     errors[name] = error
             unsaved = [name for name in unsaved if isinstance(errors.get(name), NoRoom | Unreadable)]
-        # files STOP that were seen are gone: the next attempt would know nothing of them
+        # whose file STOP was seen is saved and over: not for the next attempt to begin
         leaves = [leave for leave in (*self._leaving, *(held.command.leave for held in self._held.values())) if leave]
         stopped = {leave.name: leave.reason for leave in leaves if leave.phase == "stopped" and command.save}
         for name, child in self._children.items():

@@ -97,6 +97,8 @@ class RunSlots:
         self._states: dict[str, ChildState] = {}
         self._lives: dict[str, int] = {}
         """Incarnation of each run that holds a slot: another one in its directory is another run."""
+        self._stopping: set[str] = set()
+        """Runs whose STOP was seen: the file stays until they have ended, for a trainer that is killed meanwhile."""
         self._lives_known: dict[str, int] = {}
         """Incarnation that each run had at least, by the last word on it."""
         self._unread: dict[str, _Unread] = {}
@@ -183,15 +185,19 @@ class RunSlots:
             return
         if self._phase(name) == "waiting":
             if STOP_FILE in inside:
-                (path / STOP_FILE).unlink(missing_ok=True)
                 self.ended(name, "stopped", STOPPED)
             return
         if RUN_YAML not in inside:
             self._say(seen, f"{path} is passed over as long as it holds no {RUN_YAML}: half-written, or no run")
             return
         before = read_state_strictly(path)
+        own = self._states.get(name)
         if before is not None and before.has_ended:
             self._states[name], seen.next_look = before, moment + ENDED_LOOK_S
+            return
+        if before is not None and own is not None and before.parent_incarnation == self._incarnation:
+            seen.next_look = moment + ENDED_LOOK_S
+            self._set(name, own)  # it has ended, and there was no room for that word
             return
         try:
             experiment = read_child(self._parent, path)
@@ -237,8 +243,8 @@ class RunSlots:
         if RUN_YAML not in inside or current_incarnation(RunPaths(path)) != self._lives[name]:
             self._seen.pop(name, None)
             return Leave(name, "removed", DELETED)
-        if STOP_FILE in inside:
-            (path / STOP_FILE).unlink(missing_ok=True)
+        if STOP_FILE in inside and name not in self._stopping:
+            self._stopping.add(name)
             return Leave(name, "stopped", STOPPED, save=True)
         return None
 
@@ -356,6 +362,7 @@ class RunSlots:
             self._slots[self._slots.index(name)] = None
             self._lives.pop(name, None)
         self._unread.pop(name, None)
+        self._stopping.discard(name)
         level = "INFO" if phase in ("done", "stopped") else "ERROR"
         logger.log(level, f"{name}: {phase}" + (f": {reason}" if reason else ""))
         before = self._states.get(name, ChildState("waiting"))
@@ -384,6 +391,8 @@ class RunSlots:
             if write and state.phase != "removed":
                 check_incarnation(RunPaths(self._dir), self._incarnation)  # its runs are another trainer's by now
                 write_state(self._dir / name, state)
+                if state.has_ended:
+                    (self._dir / name / STOP_FILE).unlink(missing_ok=True)
         except (StoreError, OSError) as error:  # its directory is gone, or full: the bus still carries the word
             logger.warning(f"the state of {name} could not be written: {error}")
         self._announce(name, state)
