@@ -18,6 +18,7 @@ from prime_hpc.store.batches import list_batches
 from prime_hpc.store.checkpoint.newest import Choice
 from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state, write_state
 from prime_hpc.store.errors import FencedError, NoRoom, Unreadable
+from prime_hpc.store.io import room
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation
 from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.trainer.multi import admission, run_slots
@@ -277,6 +278,24 @@ def test_a_full_disk_fails_no_run_that_would_begin(world: World, monkeypatch: py
     assert world.admit() is None
     assert world.said[-1][1].phase == "waiting" and world.said[-1][1].reason == "c: disk full"
     full.clear()
+    world.now += UNREAD_S
+    assert world.admit() == "run_a"
+
+
+def test_a_run_begins_once_there_is_room_for_all_that_it_writes_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.child("run_a")
+    world.look()
+    assert world.roster.admit() is not None
+    world.roster.put_back("run_a", NoRoom("c: disk full; it takes about 10 B", 10))
+    free = [5]
+    monkeypatch.setattr(room, "free_bytes", lambda path: free[0])
+    world.now += UNREAD_S
+    assert world.roster.admit() is None and world.phase("run_a") == "waiting"
+    free[0] = 10
+    world.now += UNREAD_S
+    assert world.roster.admit() is None, "it is looked for less and less often"
     world.now += UNREAD_S
     assert world.admit() == "run_a"
 

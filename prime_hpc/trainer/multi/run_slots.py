@@ -23,6 +23,7 @@ from prime_hpc.store.child_runs import ChildState, Phase, list_children, read_st
 from prime_hpc.store.errors import PROOFS, FencedError, InDoubt, NoRoom, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import as_unreadable
+from prime_hpc.store.io.room import has_room
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, current_incarnation
 from prime_hpc.trainer.multi.admission import Admission, prepare, read_child
 
@@ -69,7 +70,7 @@ class _Seen:
 
 @dataclass
 class _Unread:
-    """A run that cannot begin because something of it cannot be read now."""
+    """A run that cannot begin because something of it cannot be read now, or has no room."""
 
     failed_reads: FailedReads
     since: float | None = None
@@ -77,6 +78,8 @@ class _Unread:
     pause: float = 0.0
     """Before the last try."""
     next_try: float = 0.0
+    no_room: NoRoom | None = None
+    """The last try's, which says how much all of it takes."""
 
 
 class RunSlots:
@@ -264,6 +267,9 @@ class RunSlots:
                 break
             if self._clock() < unread.next_try:
                 continue
+            if unread.no_room is not None and not has_room(self._dir / name, unread.no_room.needs):
+                self._put_off(name, unread, unread.no_room)
+                continue
             slot, known = self._slots.index(None), self._lives_known.get(name, 0)
             try:
                 admission = prepare(
@@ -299,6 +305,7 @@ class RunSlots:
         """Let it wait, and others take their turn. Raises NoRoom, Unreadable: for so long that, with nothing else to
         train, this trainer's attempt is over; the next one goes on."""
         now, limit = self._clock(), self._parent.supervisor.read_timeout_s
+        unread.no_room = trouble if isinstance(trouble, NoRoom) else None
         logger.warning(f"{name} waits: {trouble}")
         if isinstance(trouble, InDoubt):
             unread.next_try = now + trouble.left_s
