@@ -81,9 +81,15 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
-    """Keys whose values differ, with both values, in a's order and then b's; None where a key is absent."""
+    """Keys whose values differ, with both values, in a's order and then b's; None where a key is absent. What is empty
+    in one and has keys of its own in the other is these."""
     keys = [*a, *(key for key in b if key not in a)]
-    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+    changed = {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+    return {
+        key: pair
+        for key, pair in changed.items()
+        if not ([] in pair or {} in pair) or not any(other.startswith(f"{key}.") for other in changed)
+    }
 
 
 def config_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, but: Sequence[str]) -> dict[str, Pair]:
