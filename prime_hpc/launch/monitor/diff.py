@@ -12,6 +12,7 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import Secret, anchored, hide
+from prime_hpc.config.sources.files import explain_yaml
 from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.summary import SUMMARY
 from prime_hpc.launch.monitor.run_facts import number
@@ -193,7 +194,7 @@ def stated_config(run: Path) -> Any:
     except OSError:
         return {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"{run / 'run.yaml'} is no YAML: {error}") from error
+        raise ConfigError(explain_yaml(error, str(run / "run.yaml"))) from error
 
 
 def _code(gits: list[dict[str, Any]]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def collect_results(sweep: Sweep, views: Sequence[PointView], metric: Metric, *,
 def _refuse_unknown(name: str, seen: set[str]) -> None:
     if name in seen:
         return  # it is there, but not finite: the points diverged
-    near = get_close_matches(name, sorted(seen), n=3, cutoff=0.4)
+    near = get_close_matches(name, sorted(seen), n=3)
     hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(seen))}"
     raise ConfigError(f"no point has a metric {name!r}; {hint}", "metric")
 
