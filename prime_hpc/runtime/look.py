@@ -29,8 +29,8 @@ PROBE_WITHIN_S = 3.0
 MAX_STACKS = 16_000
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TRAPS = ("do_freezer_trap", "get_signal")
-"""Where the kernel holds a thread that cgroups v2 have frozen; the second where it was compiled into the first's
-caller. Stopped ones, which wait there as well, have another state."""
+"""Functions of the kernel that hold a thread that cgroups v2 have frozen; the second of kernels that have the first
+inlined. Stopped threads, which wait there as well, have another state."""
 Row = dict[str, Any]
 
 
