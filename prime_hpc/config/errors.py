@@ -71,18 +71,25 @@ def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
     """Return the dotted path that was probably meant by `path`, or None when nothing is near.
 
     Half of the score is the last name alone, so that `lr` finds `trainer.optim.lr`; a sibling wins a tie. A name that
-    is merely somewhat alike is meant only where it is a sibling: `nope` is not `slurm.trainer.nodes`.
+    is merely somewhat alike is meant only where it is a sibling: `nope` is not `slurm.trainer.nodes`. A name that many
+    sections have is meant where one of the two sections is part of the other: `model.path` is not `sft.eval.path`.
     """
     from difflib import SequenceMatcher
 
     parent, _, last = path.rpartition(".")
-    best, best_score = None, 0.0
+    known, best, best_score = list(candidates), None, 0.0
+    is_common = sum(candidate.rpartition(".")[2] == last for candidate in known) > 1
+    parents = set(parent.split(".")) - {""}
     whole, name = SequenceMatcher(b=path), SequenceMatcher(b=last)
-    for candidate in candidates:
+    for candidate in known:
         candidate_parent, _, candidate_last = candidate.rpartition(".")
         name.set_seq1(candidate_last)
-        least = 0.6 if candidate_parent == parent else 0.75
+        begins_so = candidate_last.startswith(last) or last.startswith(candidate_last)
+        least = 0.85 if candidate_parent != parent else 0.6 if begins_so else 0.7
         if name.quick_ratio() < least or name.ratio() < least:
+            continue
+        is_part = parents <= (others := set(candidate_parent.split(".")) - {""}) or others <= parents
+        if is_common and candidate_last == last and not is_part:
             continue
         whole.set_seq1(candidate)
         score = 0.5 * name.ratio() + 0.5 * whole.ratio() + (0.1 if candidate_parent == parent else 0.0)

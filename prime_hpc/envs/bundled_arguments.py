@@ -1,5 +1,5 @@
-"""Arguments of the bundled tasksets and fields of their tasks, as their sources say: verifiers, which would know, takes
-seconds to import."""
+"""Arguments of environments and fields of their tasks, as their sources say: verifiers, which would know, takes seconds
+to import, and a package that somebody wrote may do anything then."""
 
 import ast
 import importlib.util
@@ -7,21 +7,83 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from prime_hpc.config.env_files import short_id
 from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.env_config import BENCHMARK_TASKSETS, BUNDLED
+from prime_hpc.envs.rows.reward_calls import written_signature
 
 _OF_EVERY_TASKSET = ("id", "task", "system_prompt")
 """Those that verifiers' own `TasksetConfig` has."""
+_OF_EVERY_ENV = ("id", "interception", "max_concurrent_agents", "retries", "timeout")
+"""Those that verifiers' own `EnvConfig` has, which a config may state."""
 _CONFIG = ("vf.TasksetConfig", "GeneratedConfig", "prime_hpc.envs.tasksets.generated")
+_LOADS = "load_environment"
+_MOST_MODULES = 3
+"""Of a package, from one that imports that function from another to the one that defines it."""
+_SEATS = ("vf.EnvConfig", "OneSeatConfig", "prime_hpc.envs.tasksets.generated")
 _DATA = ("vf.TaskData", "IntegerData", "prime_hpc.envs.tasksets.integers")
 
 
 @cache
-def argument_names(taskset: str) -> tuple[str, ...] | None:
-    """Return the names that `args` of an environment may have; None: it is not a bundled one.
-    `taskset`: its short name, that of a benchmark too."""
-    module = _module_of(taskset)
-    return None if module is None else tuple(sorted({*_OF_EVERY_TASKSET, *_fields(module, *_CONFIG)}))
+def argument_names(identifier: str) -> tuple[str, ...] | None:
+    """Return the names that `args` of an environment may have; None: it does not say so, or takes any.
+    `identifier`: as in a config, of a benchmark too."""
+    module = _module_of(short_id(identifier))
+    if module is None:
+        return _of_package(taskset_module(identifier))
+    return tuple(sorted({*_OF_EVERY_TASKSET, *_fields(module, *_CONFIG)}))
+
+
+@cache
+def env_argument_names(identifier: str) -> tuple[str, ...] | None:
+    """Return the names that `env_args` may have where these name no environment of their own (`id`); None: it is not a
+    bundled one. `identifier`: as in a config, of a benchmark too."""
+    module = _module_of(short_id(identifier))
+    if module is None:
+        return None
+    return tuple(sorted({*_OF_EVERY_ENV, *(tuple(_fields(module, *_SEATS)) or ("agent",))}))
+
+
+def taskset_module(identifier: str) -> str:
+    """Name of the module in which verifiers would look for a taskset that is not bundled."""
+    return identifier.split("/")[-1].split("@")[0].replace("-", "_").lower()
+
+
+def _of_package(module: str) -> tuple[str, ...] | None:
+    """Return the parameters of the `load_environment` of a package that is installed here; None: it has none, takes
+    any, or is a taskset of its own."""
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None  # of a dotted path it would import some
+    path = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    for _ in range(_MOST_MODULES):
+        if path is None or path.suffix != ".py":
+            return None
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, ValueError, SyntaxError):
+            return None
+        if "Taskset" in text:
+            return None
+        if signature := written_signature(tree, _LOADS):
+            parameters = signature.parameters.values()
+            return (
+                None
+                if any(p.kind in (p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters)
+                else (*signature.parameters,)
+            )
+        path = next((path.parent.joinpath(*one).with_suffix(".py") for one in _re_exported(tree)), None)
+    return None
+
+
+def _re_exported(tree: ast.Module) -> Iterator[list[str]]:
+    """Yield the module beside a package's `__init__` that its `load_environment` is imported from."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module and _LOADS in map(_alias, node.names):
+            yield node.module.split(".")
+
+
+def _alias(node: ast.alias) -> str | None:
+    return node.name if node.asname in (None, node.name) else None
 
 
 @cache

@@ -16,7 +16,8 @@ from prime_hpc.evals.servers import Servers
 from prime_hpc.evals.versions import Version
 from prime_hpc.runtime.event_loops import task_group
 
-SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "AbortedGeneration", "BlockedLoop", "OldVersion"})
+OLD_VERSION = "OldVersion"
+SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "AbortedGeneration", "BlockedLoop", OLD_VERSION})
 """Failures in which the episode is innocent: on own servers it is played again."""
 REFUSALS = frozenset({"EndpointRefusedError"})
 """Failures that every further episode would share."""
@@ -88,8 +89,8 @@ class Player:
                 continue
             num_plays += 1
             error, reason = _judge(result, version, self._is_api)
-            if not error and not await self._servers.still_serves(server):
-                error, reason = "OldVersion", f"the server no longer says that it serves version {version.step}"
+            if error in ("", OLD_VERSION) and not await self._servers.still_serves(server) and not error:
+                error, reason = OLD_VERSION, f"the server no longer says that it serves version {version.step}"
             if result.state is EpisodeState.CANCELLED:
                 raise EvalError(f"the environments were closed: {result.reason}")
             if error in REFUSALS:
@@ -116,7 +117,7 @@ def _judge(result: EpisodeResult, version: Version, is_api: bool) -> tuple[str, 
     if is_api or set(result.versions) <= {version.step}:  # none: the others ended it before the policy's turn
         return "", ""
     found = sorted(set(result.versions))
-    return "OldVersion", f"tokens of version {found} instead of {version.step}: the server came back without"
+    return OLD_VERSION, f"tokens of version {found} instead of {version.step}: the server came back without"
 
 
 def _record(key: Key, identity: str, result: EpisodeResult, error: str, reason: str) -> Record:

@@ -122,22 +122,25 @@ class Servers:
     async def still_serves(self, index: int) -> bool:
         """Return whether the tokens that a server has sampled until now were the version's. Of one that others may have
         used meanwhile their number does not say it: another run's version may have the same.
-        Raises EvalError: another process has loaded such a one."""
+        Raises EvalError: another process has loaded weights of its own; loaded again, ours would end that one's."""
         server, version = self._servers[index], self._version
-        if not self._are_attached or server.client is None or version.path is None:
+        if not self._are_attached or server.client is None:
             return True
         try:
             step, folder = await server.client.served()
         except InferenceError:
             return False
-        is_other = folder != str(version.path) and os.path.realpath(folder) != os.path.realpath(version.path)
-        if step == version.step and is_other:
+        if step == 0 or version.path is None:  # the base model: it was started anew, if another one is to be there
+            is_ours = step == version.step
+        else:
+            is_ours = step == version.step and os.path.realpath(folder) == os.path.realpath(version.path)
+        if step and not is_ours:
             raise EvalError(
                 f"{server.url} was given other weights of step {step} meanwhile, {folder}: versions of a run need a "
                 "server that nobody else uses; end that and start this again, or let one of both start its own "
                 "(--inference, under another --name)"
             )
-        return step == version.step
+        return is_ours
 
     async def _pick(self) -> int:
         while True:

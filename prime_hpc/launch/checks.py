@@ -18,7 +18,7 @@ from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
-from prime_hpc.envs.bundled_arguments import argument_names
+from prime_hpc.envs.bundled_arguments import argument_names, env_argument_names, taskset_module
 from prime_hpc.envs.env_config import BUNDLED, IN_PROCESS
 from prime_hpc.evals.versions import ADAPTER_CONFIG
 from prime_hpc.inference.backend import load_backend
@@ -222,11 +222,6 @@ def _context(folder: Path, wanted: int, key: str, stated: str = "seq_len") -> li
     return []
 
 
-def taskset_module(identifier: str) -> str:
-    """Name of the module in which verifiers would look for a taskset that is not bundled."""
-    return identifier.split("/")[-1].split("@")[0].replace("-", "_").lower()
-
-
 def is_installed(identifier: str) -> bool:
     """Return whether an environment is there, as far as a login node can tell without importing it."""
     return (
@@ -375,18 +370,19 @@ def missing_environments(experiment: Experiment) -> list[Problem]:
 
 
 def unknown_arguments(experiment: Experiment) -> Iterator[Problem]:
-    """Yield arguments of bundled environments that they do not have, with the nearest name, and those of `rows` with
-    which it would not begin."""
+    """Yield arguments that environments do not have, with the nearest name, and those of `rows` with which it would not
+    begin."""
     for key, env in stated_environments(experiment):
         for name, message in wrong_rows_arguments(env) if short_id(env.id) in READERS else ():
             yield Problem(f"{env.id}: {message}", f"{key}.args.{name}")
-        if (known := argument_names(short_id(env.id))) is None:
-            continue
-        for name in env.args:
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                yield Problem(f"{env.id} has no such argument; {hint}it has {', '.join(known)}", f"{key}.args.{name}")
+        of_env = None if "id" in env.env_args else env_argument_names(env.id)
+        for where, given, known in (("args", env.args, argument_names(env.id)), ("env_args", env.env_args, of_env)):
+            for name in given:
+                if known is not None and name not in known:
+                    near = get_close_matches(name, known, n=1)
+                    hint = f"did you mean {near[0]}? " if near else ""
+                    has = f"it has {', '.join(known) or 'none'}"
+                    yield Problem(f"{env.id} has no such argument; {hint}{has}", f"{key}.{where}.{name}")
 
 
 def unread_rows(experiment: Experiment) -> Iterator[tuple[str, ValueError]]:

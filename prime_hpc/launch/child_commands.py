@@ -279,5 +279,6 @@ def resume_child(path: Path) -> str:
     if state.phase == "done" and load_run(path).max_steps <= state.step:
         steps = f"{path.name} is done with its {state.step} steps"
         raise ConfigError(f"{steps}: add another run, or raise max_steps in {path / RUN_YAML}")
+    (path / STOP).unlink(missing_ok=True)  # it came too late
     (path / STATE).unlink(missing_ok=True)
     return f"it was {state.phase} at step {state.step}" + (f" ({state.reason})" if state.reason else "")

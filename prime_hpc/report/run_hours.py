@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STATUS_JSON
 from prime_hpc.config.secret import anchored, hide
+from prime_hpc.config.sources.files import explain_yaml
 from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.accounting import account, devices_of
@@ -177,5 +178,6 @@ def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
         hidden = hide(anchored(tree, path))
         return hidden if isinstance(hidden, dict) else {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"{file}: {error}")
+        is_syntax = isinstance(error, yaml.YAMLError)
+        notes.append(str(explain_yaml(error, str(file))) if is_syntax else f"{file}: {error}")
         return {}

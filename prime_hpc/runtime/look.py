@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ PROBE_WITHIN_S = 3.0
 """A run directory that cannot be listed for so long hangs."""
 MAX_STACKS = 16_000
 _TICKS = os.sysconf("SC_CLK_TCK")
+_TRAPS = ("do_freezer_trap", "get_signal")
+"""Functions of the kernel that hold a thread that cgroups v2 have frozen; the second of kernels that have the first
+inlined. Stopped threads, which wait there as well, have another state."""
 Row = dict[str, Any]
 
 
@@ -233,10 +236,10 @@ def _look_again(one: _Seen, seconds: float) -> None:
         for thread, stat in threads.items()
         if stat.state == "D" and one.threads.get(thread, stat).state == "D" and stat.ticks == _ticks(one, thread)
     }
-    if one.word and threads and len(waits) == len(threads) and not _is_killed(one.pid, threads):
+    if one.word and threads and (len(waits) == len(threads) or _is_trapped(one.pid, threads)):
         # The thread that answers waits for no device, so Slurm has frozen the job; a signal would be handled when all
         # threads go on at once, and kill it.
-        state = "T"
+        state = state if _is_killed(one.pid, threads) else "T"
     one.row = {
         "host": one.word.get("host") or socket.gethostname(),
         "pid": one.pid,
@@ -254,6 +257,12 @@ def _look_again(one: _Seen, seconds: float) -> None:
 
 def _ticks(one: _Seen, thread: int) -> int:
     return one.threads[thread].ticks if thread in one.threads else -1
+
+
+def _is_trapped(pid: int, threads: Mapping[int, _Stat]) -> bool:
+    """Return whether cgroups v2 have frozen a process: its threads sleep on the way back from the kernel, where they
+    look for signals (v1's wait as if for a device)."""
+    return all(stat.state == "S" and _kernel_place(pid, thread) in _TRAPS for thread, stat in threads.items())
 
 
 def _is_killed(pid: int, threads: Iterable[int]) -> bool:

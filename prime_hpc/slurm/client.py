@@ -107,6 +107,8 @@ class SlurmError(RuntimeError):
             return "load the site's Slurm module, or start the run on this machine with --launch local"
         if self.code is None and _NOT_STARTED in self.stderr:
             return _NO_RESOURCES
+        if self.code is None and _FULL in self.stderr:
+            return _FULL_ADVICE
         if self.code is None:
             return "the controller may be overloaded or down; try again later (`scontrol ping` asks it)"
         if self._killed_by:
@@ -114,6 +116,11 @@ class SlurmError(RuntimeError):
         return next((advice for pattern, advice in _UNREACHABLE if re.search(pattern, self.stderr, re.I)), "")
 
 
+_FULL = "temporarily unable to accept job"
+_FULL_ADVICE = (
+    "so Slurm says where the whole cluster has as many jobs as it keeps (MaxJobCount of `scontrol show config`; each "
+    "point of a sweep is one): try again when some have ended, with fewer at once"
+)
 _NOT_STARTED = "could not be started here"
 _NO_RESOURCES = "this machine has no memory or no processes left for you; end some, or try again later"
 _CONTROLLER = "the controller is down or cannot be reached from here; try again later (`scontrol ping` asks it)"
@@ -271,7 +278,7 @@ def _run_once(
         raise SlurmError(argv, None, f"{argv[0]} {_NOT_STARTED}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         said = (error.stderr or b"").decode(errors="replace").partition("\n")[0].strip()
-        words = f" ({said})" if said else ""  # at a full queue sbatch tries again and again
+        words = f" ({said})" if said else ""  # of a full queue, at which sbatch tries again and again
         raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:.3g} s{words}") from error
     if done.returncode != 0:
         raise SlurmError(argv, done.returncode, done.stderr or done.stdout)

@@ -11,8 +11,18 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, COMMENT_PREFIX, TIMEOUT_S, sacct_rows, squeue_rows
+from prime_hpc.slurm.client import (
+    ASK_TIMEOUT_S,
+    COMMENT_PREFIX,
+    TIMEOUT_S,
+    SlurmError,
+    asked_cluster,
+    run_slurm,
+    sacct_rows,
+    squeue_rows,
+)
 from prime_hpc.slurm.queue_facts.job_scripts import tokens_in_scripts
 from prime_hpc.slurm.times import parse_duration, parse_time
 
@@ -232,6 +242,23 @@ def fold_states(states: Sequence[str]) -> str:
     """Return the state of a job of several parts: it has not ended while one part has not; then the worst end
     counts."""
     return next((state for state in (*ACTIVE, *ENDED) if state in states), states[0])
+
+
+def hides_others() -> bool:
+    """Return whether the cluster that is asked shows the jobs of others to its staff alone (`PrivateData`)."""
+    try:
+        return "jobs" in _private_data(asked_cluster())
+    except SlurmError:
+        return False
+
+
+@lru_cache
+def _private_data(cluster: str | None) -> list[str]:
+    """Raise SlurmError: it cannot be asked. `cluster`: `asked_cluster`."""
+    stated = re.search(
+        r"^PrivateData\s*=\s*(\S+)", run_slurm(["scontrol", "show", "config"], ASK_TIMEOUT_S), re.MULTILINE
+    )
+    return stated[1].split(",") if stated else []
 
 
 def _parse(row: dict[str, str]) -> JobInfo:

@@ -83,8 +83,10 @@ def test_digits_that_are_no_number(argv: list[str]) -> None:
 def test_no_far_fetched_suggestion() -> None:
     (problem,) = problems(["--zzzzqqq", "3"])
     assert problem.endswith("unknown key")
-    for typed in ("qqqq.zzzz", "trainer.nope", "nope"):
+    for typed in ("qqqq.zzzz", "trainer.nope", "nope", "lam", "promptly", "ckpt.every", "model.path", "max_length"):
         assert nearest_path(typed, all_paths()) is None
+    for typed, meant in (("data.path", "sft.data.path"), ("evaluate", "eval"), ("max_stps", "max_steps")):
+        assert nearest_path(typed, all_paths()) == meant
 
 
 def test_names_of_other_suites_are_answered_with_ours(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from prime_hpc import cli
 from prime_hpc.config import load_experiment, write_snapshot
@@ -15,6 +16,7 @@ from prime_hpc.evals.summary import summarize, write_summary
 from prime_hpc.evals.versions import Version
 from prime_hpc.launch.monitor.diff import beside, compare_runs, differences, flatten, run_figures
 from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.observe.table import align
 from tests.support.metric_rows import write_rows
 
 
@@ -37,11 +39,23 @@ def test_flatten_and_differences() -> None:
     flat = flatten({"a": {"b": 1, "c": {}}, "l": [{"x": 1}, {"x": 2}], "p": [1, 2], "n": None})
     assert flat == {"a.b": 1, "a.c": {}, "l.0.x": 1, "l.1.x": 2, "p": [1, 2], "n": None}
     assert differences({"a": 1, "b": 2, "n": None}, {"b": 3, "c": 4}) == {"a": (1, None), "b": (2, 3), "c": (None, 4)}
+    environments = [{"id": "x"}, {"id": "y"}]
+    for empty, other in (([], environments), ({}, {"x": 1, "y": 2})):
+        found = differences(flatten({"env": empty, "envs": empty}), flatten({"env": other, "envs": None}))
+        assert list(found) == ["envs", *(key for key in flatten({"env": other}))], "what is empty is said once"
     assert beside({"x": 2.0, "zero": 0.0, "only": 1.0}, {"x": 3.0, "zero": 1.0}) == {
         "x": {"a": 2.0, "b": 3.0, "ratio": 1.5},
         "zero": {"a": 0.0, "b": 1.0, "ratio": None},
         "only": {"a": 1.0, "b": None, "ratio": None},
     }
+
+
+def test_columns_are_as_wide_as_a_terminal_shows_them() -> None:
+    """A wide character takes two cells, a combining one none; rich's measure holds."""
+    cells = ["数学-α", "e\u0301te", "🙂", "plain-name", "한국어"]
+    for right in (False, True):
+        lines = align([(cell, cell, "|") for cell in cells], right=right)
+        assert len({cell_len(line) for line in lines}) == 1 and all(line.endswith("|") for line in lines)
 
 
 def test_of_the_metrics_of_a_long_run_only_what_is_compared_is_held(tmp_path: Path) -> None:

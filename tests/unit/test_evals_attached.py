@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -251,11 +252,13 @@ def test_episodes_go_on_with_the_servers_that_they_began_with(tmp_path: Path, mo
         verb.run_alone([*argv, "attached"], "eval", "eval")
 
 
+@pytest.mark.parametrize(("own_step", "other_step"), [(10, 10), (10, 20), (0, 20)])
 @run
-async def test_replies_of_another_run_s_version_of_the_same_number_are_not_scored(tmp_path: Path) -> None:
+async def test_replies_of_another_version_are_not_scored(tmp_path: Path, own_step: int, other_step: int) -> None:
     """Two evaluations shared the server that runs here: 895 of 1024 episodes of one were scored by the other's weights,
-    and nobody said so."""
-    own, others = (Version(10, tmp_path / name / "weights" / "step_000010") for name in ("a", "b"))
+    and nobody said so. With other numbers they took turns to load theirs, and each other's episodes failed."""
+    folder, others = (tmp_path / name / "weights" / f"step_{other_step:06d}" for name in ("a", "b"))
+    own = Version(own_step, folder if own_step else None)
     client, log = policy_servers.Server(), EpisodeLog(RunPaths(tmp_path), claim_incarnation(RunPaths(tmp_path)))
     servers = Servers(cast(Any, [client]), ["http://host:1/v1"], 30.0, are_attached=True)
 
@@ -264,14 +267,15 @@ async def test_replies_of_another_run_s_version_of_the_same_number_are_not_score
 
         async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
             if task_index == 2:
-                assert others.path is not None
-                await client.update_weights(others.path, others.step)
-            return await super().run_episode(source_index, task_index)
+                await client.update_weights(others, other_step)
+            found = await super().run_episode(source_index, task_index)
+            return replace(found, versions=[client.version])
 
     await servers.load(own)
     player = Player(cast(Any, Shared()), servers, log, max_concurrent=1, is_api=False)
-    with pytest.raises(EvalError, match=r"other weights of step 10 meanwhile, .*/b/weights/step_000010"):
-        await player.play(own, [Key(10, "e", task, 0) for task in range(4)])
+    with pytest.raises(EvalError, match=rf"other weights of step {other_step} meanwhile, .*/b/weights/step_0000"):
+        await player.play(own, [Key(own_step, "e", task, 0) for task in range(4)])
     assert sorted(key.task for key in log.records) == [0, 1]
-    client.version = 11
-    assert not await servers.still_serves(0), "of another number its tokens tell, and it is asked to load ours again"
+    assert client.folder == others, "that one's replies are of its weights"
+    await client.reload_weights()
+    assert await servers.still_serves(0) == (own_step == 0), "one that came back without is asked to load ours again"

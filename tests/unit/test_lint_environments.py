@@ -12,7 +12,7 @@ from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
-from prime_hpc.envs.bundled_arguments import argument_names, task_fields
+from prime_hpc.envs.bundled_arguments import argument_names, env_argument_names, task_fields
 from prime_hpc.envs.env_config import BENCHMARK_TASKSETS, BUNDLED, resolve_taskset
 from prime_hpc.launch.checks import check, starts_elsewhere
 from prime_hpc.launch.lint import env_rules
@@ -90,12 +90,43 @@ def test_arguments_of_bundled_ones_are_known_before_the_queue() -> None:
         check(load_experiment(words, "rl", {}))  # what runs in the foreground
 
 
+def test_arguments_of_packages_and_of_seats_are_known_before_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an import: what a package does then is anybody's guess."""
+    hub = Path(__file__).parents[1] / "support" / "hub"
+    monkeypatch.syspath_prepend(str(hub))
+    monkeypatch.syspath_prepend(str(hub / "legacy_shop"))
+    envs = [
+        {"id": "owner/legacy-shop@1.0", "args": {"kind": "tools", "max_turn": 3}},
+        {"id": "tic-tac-toe", "env_args": {"x": {}, "agent": {}}},
+        {"id": "gsm8k", "env_args": {"agents": {}}},
+        {"id": "gsm8k", "name": "own", "env_args": {"id": "some-env", "judges": {}}},
+    ]
+    tree = {"orchestrator": {"env": envs}}
+    found = lint(Experiment.model_validate({"name": "x", "model": MODEL, **tree}), SiteConfig(name="x"))
+    assert [(f.key, f.message.partition(";")[2]) for f in found if f.code == "PH236"] == [
+        ("orchestrator.env.0.args.max_turn", " did you mean max_turns? it has kind, max_turns"),
+        (
+            "orchestrator.env.1.env_args.agent",
+            " it has id, interception, max_concurrent_agents, o, opponent, retries, timeout, x",
+        ),
+        (
+            "orchestrator.env.2.env_args.agents",
+            " did you mean agent? it has agent, id, interception, max_concurrent_agents, retries, timeout",
+        ),
+    ]
+    assert not [name for name in sys.modules if name.startswith("legacy_shop")]
+    assert argument_names("legacy_late") == ()
+
+
 @pytest.mark.parametrize("name", [*BUNDLED, "math500", "gpqa", "humaneval"])
 def test_they_are_those_that_verifiers_takes(name: str) -> None:
-    from verifiers.v1.utils.loaders import taskset_config_type
+    from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
 
     known = argument_names(name)
-    assert known is not None and set(known) == set(taskset_config_type(resolve_taskset(name).ident).model_fields)
+    ident = resolve_taskset(name).ident
+    assert known is not None and set(known) == set(taskset_config_type(ident).model_fields)
+    of_env = env_argument_names(name)
+    assert of_env is not None and {*of_env, "taskset"} == set(env_config_type(ident, "").model_fields)
 
 
 @pytest.mark.parametrize("name", [*BUNDLED, "math500", "gpqa", "humaneval"])

@@ -42,7 +42,7 @@ KINDS = {
     ("own_code_rules", "rl"): "found",
     ("own_code_rules", EVERY): "rewards renderer asked_reward_model",
     ("effect_rules", TRAINING): "resumed",
-    ("effect_rules", EVERY): "unused by_hand",
+    ("effect_rules", EVERY): "unused by_hand unknown_sampling",
     ("effect_rules", "eval"): "evaluated",
     ("sharing_rules", TRAINING): "shared_gpus sleeping",
     ("slurm_rules", EVERY): "placed renders partitions sizes resources handed_on values paths networks",
@@ -121,6 +121,10 @@ def test_a_run_that_trains_nothing_is_held_to_what_its_engines_and_its_job_can_d
     assert said(**attached) == {("PH312", "warning", f"{kind}.client.base_url")}
     monitors = {"wandb": {}, "mlflow": {}, "tensorboard": True, "ckpt": {}}
     assert said(**monitors) == {("PH241", "warning", key) for key in monitors}, "nothing writes them"
+    training = {"trainer": {"optim": {"lr": 1.0}}, "max_steps": 7, "async_level": 0, "sft": {"data": {"path": "x"}}}
+    assert said(**training) == {("PH241", "warning", key) for key in training}
+    sampling = {"extra": {"stopp": ["x"], "stop": ["x"], "seed": 3}}
+    assert said(**{kind: {"sampling": sampling}}) == {("PH241", "warning", f"{kind}.sampling.extra.stopp")}
     weighed = {kind: {"env": [{"id": "calculator", "ratio": 2}]}}
     assert said(**weighed) == {("PH241", "warning", f"{kind}.env.0.ratio")}
     rules = [{"metric": "trainer.kl", "above": 1}, {"metric": "run.stall_s", "above": 1}]

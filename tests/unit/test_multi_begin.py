@@ -10,6 +10,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
+from prime_hpc.store.io import room
 from prime_hpc.trainer.multi import child_run, loop
 from prime_hpc.trainer.multi.admission import Admission
 from prime_hpc.trainer.multi.child_run import READ_S, begin_child
@@ -78,6 +79,8 @@ def test_the_idle_time_begins_when_the_last_run_has_ended(monkeypatch: pytest.Mo
 class _Run:
     """One of many, whose disk is full so many times, from the given step on."""
 
+    needs = 0
+
     def __init__(self, name: str, full: dict[int, int]) -> None:
         self.name, self.step, self.full, self.saved = name, 0, full, 0
         self.trained: tuple[dict[str, float], float] | None = None
@@ -85,11 +88,11 @@ class _Run:
         checkpointer = SimpleNamespace(has_ended=False)
         self.trainer: Any = SimpleNamespace(
             bus=bus,
-            paths=SimpleNamespace(root=Path(name)),
+            paths=SimpleNamespace(root=Path(name), checkpoint_step=lambda step: Path(name) / f"step_{step}"),
             saver=SimpleNamespace(checkpointer=checkpointer, is_asked=False, room_s=None),
             experiment=SimpleNamespace(trainer=SimpleNamespace(batch_timeout_s=60.0)),
         )
-        self.num_samples = self.num_tokens = 0
+        self.num_samples = self.num_tokens = self.published = 0
 
     @property
     def is_done(self) -> bool:
@@ -115,7 +118,7 @@ class _Run:
     def _write(self) -> None:
         if self.full.get(self.step, 0) > 0:
             self.full[self.step] -= 1
-            raise NoRoom("c: disk full")
+            raise NoRoom("c: disk full", self.needs)
 
     def close(self, error: BaseException | None = None) -> str | None:
         return None
@@ -180,6 +183,48 @@ def test_a_run_that_has_to_leave_trains_no_further_while_its_checkpoint_has_no_r
     turns = _turns(multi, now)
     assert turns.count("leave a") == 4 and "train a" not in turns and "train b" in turns[:4]
     assert sorted(ends) == ["a stopped asked to", "b done None"] and runs[0].saved == 1
+
+
+@pytest.mark.parametrize("has_to_leave", [True, False])
+def test_what_takes_more_than_is_free_is_not_tried(monkeypatch: pytest.MonkeyPatch, has_to_leave: bool) -> None:
+    """All ranks would write until the disk is full, and the others' runs wait for it."""
+    runs, free = [_Run("a", {1: 1}), _Run("b", {})], {"a": 5, "a/step_1": 5}
+    monkeypatch.setattr(room, "free_bytes", lambda path: free[str(path)])
+    runs[0].needs = 10
+    multi, now, ends = _multi(monkeypatch, runs, 600.0)
+    if has_to_leave:
+        runs[0].step = 1
+        multi._leaving = [loop.Leave("a", "stopped", "asked to", save=True)]
+    turns = _turns(multi, now)
+    assert [turn for turn in turns if turn.endswith("a")] == ["leave a" if has_to_leave else "train a"]
+    assert ends == ["b done None"]
+    free["a/step_1" if has_to_leave else "a"] = 10
+    _turns(multi, now)
+    assert len(ends) == 2 and not multi._children
+
+
+@pytest.mark.parametrize("has_to_leave", [True, False])
+def test_a_save_is_made_while_there_is_no_room_for_a_version(
+    monkeypatch: pytest.MonkeyPatch, has_to_leave: bool
+) -> None:
+    """Checkpoints may lie on another disk; what the last save answers needs none before it."""
+    run, taken = _Run("a", {1: 3}), list[int]()
+    saver = run.trainer.saver
+
+    def take_up() -> None:
+        saver.is_asked = False
+        taken.append(run.step)
+
+    saver.take_up = take_up
+    multi, now, _ = _multi(monkeypatch, [run], 600.0)
+    if has_to_leave:
+        run.step = 1
+        multi._leaving = [loop.Leave("a", "stopped", "asked to", save=True)]
+    multi._execute(multi._next_command())
+    assert multi._held
+    saver.is_asked, run.save = True, lambda **_: None  # type: ignore[method-assign]
+    assert [turn for turn in _turns(multi, now) if turn == "save a"] == ([] if has_to_leave else ["save a"])
+    assert taken == [1] and not multi._children
 
 
 def test_runs_of_a_trainer_that_ends_wait_for_room_when_all_others_have_saved(monkeypatch: pytest.MonkeyPatch) -> None:

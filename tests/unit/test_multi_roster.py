@@ -18,6 +18,7 @@ from prime_hpc.store.batches import list_batches
 from prime_hpc.store.checkpoint.newest import Choice
 from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state, write_state
 from prime_hpc.store.errors import FencedError, NoRoom, Unreadable
+from prime_hpc.store.io import room
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation
 from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.trainer.multi import admission, run_slots
@@ -281,13 +282,53 @@ def test_a_full_disk_fails_no_run_that_would_begin(world: World, monkeypatch: py
     assert world.admit() == "run_a"
 
 
+def test_a_run_begins_once_there_is_room_for_all_that_it_writes_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.child("run_a")
+    world.look()
+    assert world.roster.admit() is not None
+    world.roster.put_back("run_a", NoRoom("c: disk full; it takes about 10 B", 10))
+    free = [5]
+    monkeypatch.setattr(room, "free_bytes", lambda path: free[0])
+    world.now += UNREAD_S
+    assert world.roster.admit() is None and world.phase("run_a") == "waiting"
+    free[0] = 10
+    world.now += UNREAD_S
+    assert world.roster.admit() is None, "it is looked for less and less often"
+    world.now += UNREAD_S
+    assert world.admit() == "run_a"
+
+
 def test_stop_file(world: World) -> None:
     path = world.child("run_a")
     world.look()
     world.admit()
     (path / "STOP").touch()
     assert world.look() == [Leave("run_a", "stopped", "the file STOP was found", save=True)]
-    assert not (path / "STOP").exists() and world.look() == []
+    assert world.look() == [] and (path / "STOP").exists(), "its last save may have no room, and the trainer be killed"
+    world.roster.ended("run_a", "stopped", "the file STOP was found")
+    assert not (path / "STOP").exists() and world.phase("run_a") == "stopped"
+
+
+def test_an_end_that_had_no_room_to_be_written_is_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was found again as one that trains, and trained on."""
+    path = world.child("run_a")
+    world.look()
+    world.admit()
+    (path / "STOP").touch()
+    world.look()
+
+    def refuse(*args: Any) -> None:
+        raise NoRoom("state.json: disk full")
+
+    with monkeypatch.context() as full:
+        full.setattr(run_slots, "write_state", refuse)
+        world.roster.ended("run_a", "stopped", "asked")
+        world.look()
+    assert world.phase("run_a") == "training" and world.admit() is None and (path / "STOP").exists()
+    world.look(ENDED_LOOK_S)
+    assert world.phase("run_a") == "stopped" and world.admit() is None and not (path / "STOP").exists()
 
 
 def test_a_stop_that_waited_for_the_next_trainer_is_obeyed(world: World) -> None:
@@ -300,7 +341,6 @@ def test_a_stop_that_waited_for_the_next_trainer_is_obeyed(world: World) -> None
     world.look()
     assert world.admit() == "run_a"
     assert world.look() == [Leave("run_a", "stopped", "the file STOP was found", save=True)]
-    assert not (path / "STOP").exists()
 
 
 def test_a_new_trainer_takes_up_what_the_old_one_left(world: World) -> None:

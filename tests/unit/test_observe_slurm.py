@@ -255,6 +255,7 @@ def test_a_command_that_says_why_it_does_not_end(tmp_path: Path, monkeypatch: py
     program(tmp_path, "sbatch", f"echo '{said}' >&2; exec sleep 600", monkeypatch)
     with pytest.raises(SlurmError, match=rf"no answer within 3 s \({said}\)") as caught:
         run_slurm(["sbatch"], 3.0)
+    assert ("MaxJobCount" in str(caught.value)) is said.startswith("sbatch: ")
     assert caught.value.is_unreachable and not caught.value.is_missing
 
 

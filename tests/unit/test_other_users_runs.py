@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import pytest
 from prime_hpc.cli.verbs.run import resume
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.cancel import cancel_run
-from prime_hpc.launch.monitor.who_hangs import find_target
+from prime_hpc.launch.monitor import status, who_hangs
+from prime_hpc.launch.monitor.run_facts import RunStatus
+from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.launch.monitor.who_hangs import find_target, why_idle
 from prime_hpc.launch.submission import submit
+from prime_hpc.slurm.jobs import _private_data
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.store import run_paths
 from prime_hpc.store.attempts import begin
@@ -58,3 +63,41 @@ def test_another_users_run_is_no_silent_node(tmp_path: Path, monkeypatch: pytest
         ConfigError, match=r"belongs to another user .*uid 12345.*, who alone can look at its processes"
     ):
         find_target(str(theirs))
+
+
+@pytest.mark.parametrize("hidden", ["jobs,usage", "usage"])
+def test_a_job_that_slurm_hides_is_not_a_lost_one(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    """With `PrivateData=jobs` squeue says of another user's job that there is none."""
+    submit(load(config))
+    fake.forget("100")
+    fake.behave("scontrol", say=f"AuthType = auth/munge\nPrivateData             = {hidden}\nPriorityType = x\n")
+    _private_data.cache_clear()
+    assert status_of(run_dir(config), details=False).state == "lost", "root is shown all"
+    os.chown(run_dir(config) / "submit.json", 12345, 12345)
+    monkeypatch.setattr(status.os, "geteuid", lambda: 4242)
+    found = status_of(run_dir(config), details=False)
+    words = "Slurm cannot be asked: it shows nobody the jobs of others (PrivateData)"
+    assert (found.state, words in found.note) == (("pending", True) if hidden == "jobs,usage" else ("lost", False))
+    os.chown(run_dir(config) / "submit.json", 4242, 4242)
+    assert status_of(run_dir(config), details=False).state == "lost", "one's own would be shown"
+    _private_data.cache_clear()
+
+
+def test_a_silent_controller_is_no_silent_file_system(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`why` said that the run directory does not answer."""
+    submit(load(config))
+    monkeypatch.setattr(who_hangs, "READ_WITHIN_S", 0.5)
+    ask = who_hangs.status_of
+
+    def slow(path: Path) -> RunStatus:
+        time.sleep(2.0)  # as long as nobody answers
+        return ask(path)
+
+    monkeypatch.setattr(who_hangs, "status_of", slow)
+    fake.behave("squeue", code=1, stderr="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    found = find_target(str(run_dir(config))).status
+    assert found is not None and "Unable to contact slurm controller" in why_idle(found)

@@ -89,6 +89,18 @@ def test_what_the_trainer_cannot_follow_is_refused_for_training_alone(extra: dic
     resolved("--trainer.loss.type", "nll", *teacher, "--orchestrator.sampling.extra", repr(extra))
 
 
+def test_vllm_has_no_parameter_that_is_in_no_table_and_passes_over_others() -> None:
+    from pydantic import TypeAdapter
+    from vllm import SamplingParams
+
+    made = TypeAdapter(SamplingParams).validate_python({"stopp": ["x"]})
+    assert not hasattr(made, "stopp")
+    of_prompts = {"prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start"}
+    its_own = {name for name in SamplingParams.__struct_fields__ if name.startswith("_")}
+    its_own |= {"output_text_buffer_length", "skip_clone"}
+    assert set(SamplingParams.__struct_fields__) <= {*CHANGES, *HARMLESS, *SET_ELSEWHERE, *of_prompts, *its_own}
+
+
 def test_neutral_and_harmless_parameters_train() -> None:
     neutral = {name: values[0] for name, values in CHANGES.items()}
     assert not SamplingConfig(extra=neutral | dict.fromkeys(HARMLESS, True)).untrainable()

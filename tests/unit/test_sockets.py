@@ -247,6 +247,30 @@ def test_a_proxy_is_not_asked_for_ones_own_machine() -> None:
     assert told["no_proxy"] == told["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1"
 
 
+@pytest.mark.parametrize("proxy", [{}, {"https_proxy": "http://proxy:3128"}])
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("[fd00::]/8", ""), ("fd00::/8", ""), ("[fd00::7]:8000", "fd00::7"), ("[::1],10.0.0.0/8", "::1,10.0.0.0/8")],
+)
+def test_what_httpx_raises_for_is_not_handed_on(
+    monkeypatch: pytest.MonkeyPatch, proxy: dict[str, str], word: str, told: str
+) -> None:
+    """Proxy or not."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("no_proxy", word)
+    with pytest.raises(httpx.InvalidURL):
+        httpx.Client()
+    found = past_proxies({**proxy, "no_proxy": word})
+    words = [*filter(None, told.split(",")), *(["localhost", "127.0.0.1", "::1"] if proxy else [])]
+    assert found == dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(words)))
+    for name, value in {**proxy, **found}.items():
+        monkeypatch.setenv(name, value)
+    httpx.Client().close()
+    assert past_proxies(found) == {}
+
+
 def test_ipv6_hosts_are_past_a_proxy_for_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """With brackets httpx raises, and so does each client of a model that is made of it."""
     for name in ("http_proxy", "no_proxy", "NO_PROXY"):

@@ -12,6 +12,8 @@ from prime_hpc.config.snapshot import share
 from prime_hpc.launch.monitor.run_facts import Queue
 from prime_hpc.launch.sweep.progress import PointView, counted, look
 from prime_hpc.launch.sweep.resolve import Point, load_base, resolve_points
+from prime_hpc.launch.sweep.results import unknown_metric
+from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep, merge_points, new_submit, point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import submit_sweep
 from prime_hpc.slurm.submission_record import write_record
@@ -272,6 +274,23 @@ def test_points_that_evaluate_adapters_have_room_for_them_and_the_models_own_con
     assert [str(row.reason).partition(";")[0] for row in report.invalid] == [
         f"eval.steps: {tmp_path / 'run' / 'weights'} holds no step 30"
     ]
+
+
+def test_a_metric_that_no_row_will_have_is_told_at_submission(tmp_path: Path) -> None:
+    """`sweep results` said so, when all was over."""
+    make_experiment(tmp_path)
+
+    def told(metric: str) -> list[str]:
+        path = write_sweep(tmp_path, f"seeds: 2\nmetric: {metric}\noverrides: {{launch: local}}\n")
+        found = submit_sweep(load_base(path, [], {}), dry_run=True).warnings
+        return [text for text in found if text.startswith("metric: ")]
+
+    assert not any(map(told, ["loss", "time/step", "eval/held/loss", "tokens_per_s"]))
+    (text,) = told("token_per_s")
+    assert "no run of kind sft is known to write 'token_per_s'" in text and "did you mean tokens_per_s" in text
+    assert len(told("reward/mean")) == 1, "SFT plays no episodes"
+    names = SweepFile(name="s", experiment="e", metric="reward/men")
+    assert "did you mean reward/mean" in str(unknown_metric(names, "rl")) and unknown_metric(names, "eval") is None
 
 
 def test_the_later_submit_counts_whatever_the_clocks_of_their_hosts_say(sweep: Sweep) -> None:

@@ -287,7 +287,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {row["name"] for row in found["left_out"]} == {"config", "attempts"}
     assert main(["usage", str(out)]) == 0
     streams = capsys.readouterr()
-    assert "config left out: " in streams.err and "attempts left out: " in streams.err and "whole" in streams.out
+    assert f"config left out: {config / 'run.yaml'}:" in streams.err and ": YAML syntax: " in streams.err
+    assert len(streams.err.splitlines()) == 2, "a line each"
+    assert "attempts left out: " in streams.err and "whole" in streams.out
 
 
 def test_a_folder_without_runs_has_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

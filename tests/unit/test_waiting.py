@@ -1,5 +1,6 @@
 """Why a job waits, from what `scontrol` of Slurm 22.05 answered (AccountingStorageEnforce=limits)."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,16 @@ def test_a_partition_that_allows_what_is_asked_for_only_lacks_nodes_now(answers:
     )
     limit = limit_of(job, asked=2.0)
     assert limit is not None and limit.is_for_ever and "nodes: 4 at least, and it asks for 2" in limit.words
+
+
+@pytest.mark.parametrize("reason", ["PartitionNodeLimit", "QOSMaxCpuPerNode", "QOSMinGRES"])
+def test_what_slurm_does_not_say_of_a_job_is_below_no_limit(answers: Path, reason: str) -> None:
+    shown = JOB.format(account="root", qos="grp", reason=reason)
+    text = re.sub(r" TRES=\S+" if "Min" in reason else r" NumNodes=\S+", "", shown)
+    assert text != shown
+    (answers / "job").write_text(text)
+    (answers / "partition").write_text(PARTITION.replace("00:05:00", "1:00:00").replace("MinNodes=0", "MinNodes=4"))
+    assert limit_of(JobInfo("10", "PENDING", reason), asked=hash(answers)) is None
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, missing_file_message
+
+if TYPE_CHECKING:
+    import yaml
 
 BASE_KEY = "base"
 """Names the file(s), relative to this one, that a file builds on."""
@@ -129,16 +132,8 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
             return {}, {}
         _yaml_lines(node, (), lines, name, ())
         data = loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        message = f"YAML syntax: {error.problem or error.context}"
-        if error.context == "expected a single document in the stream":
-            message = "a second document begins (`---`): one file is one experiment"
-        if mark and text[mark.index : mark.index + 1] == "\t":
-            message = "a tab, where YAML is indented with spaces"
-        raise ConfigError(Problem(message, origin=Origin("file", name, mark.line + 1 if mark else None))) from error
     except yaml.YAMLError as error:
-        raise ConfigError(Problem(f"YAML syntax: {error}", origin=Origin("file", name))) from error
+        raise ConfigError(explain_yaml(error, name, text)) from error
     except RecursionError as error:
         raise ConfigError(Problem("YAML: nested too deeply", origin=Origin("file", name))) from error
     finally:
@@ -146,6 +141,22 @@ def parse_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:
     if not isinstance(data, dict):
         raise ConfigError(Problem("expected `key: value` lines at the top of the file", origin=Origin("file", name, 1)))
     return data, lines
+
+
+def explain_yaml(error: "yaml.YAMLError", name: str, text: str = "") -> Problem:
+    """Return what YAML found wrong with a file in one line, with the place, which it says in several.
+    `text`: of the file, where it is at hand."""
+    import yaml
+
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return Problem(f"YAML syntax: {' '.join(str(error).split())}", origin=Origin("file", name))
+    mark = error.problem_mark or error.context_mark
+    message = f"YAML syntax: {error.problem or error.context}"
+    if error.context == "expected a single document in the stream":
+        message = "a second document begins (`---`): one file is one experiment"
+    if mark and text[mark.index : mark.index + 1] == "\t":
+        message = "a tab, where YAML is indented with spaces"
+    return Problem(message, origin=Origin("file", name, mark.line + 1 if mark else None))
 
 
 def _yaml_lines(node: Any, path: Path_, lines: dict[Path_, int], name: str, above: tuple[int, ...]) -> None:

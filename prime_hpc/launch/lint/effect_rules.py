@@ -11,7 +11,9 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import SECTIONS, engine_roles
 from prime_hpc.config.experiment import ALONE
 from prime_hpc.config.sections.inference import ENGINE_GPU_IDS
+from prime_hpc.config.sections.sampling import CHANGES, HARMLESS
 from prime_hpc.evals.versions import adapter_rank, check_published, find_versions
+from prime_hpc.inference.backend import stated_samplings
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
@@ -128,7 +130,8 @@ def _of_nodes(experiment: Experiment) -> Iterator[Row]:
 
 def _of_episodes_alone(experiment: Experiment) -> Iterator[Row]:
     user = f"runs that train; what {experiment.kind} finds is in results/ and metrics/ of its directory"
-    yield from ((key, False, user) for key in ("ckpt", "wandb", "mlflow", "tensorboard"))
+    keys = ("ckpt", "wandb", "mlflow", "tensorboard", "trainer", "trainer_gpu_ids", "sft", "max_steps", "async_level")
+    yield from ((key, False, user) for key in keys)
 
 
 def _of_environments(experiment: Experiment) -> Iterator[Row]:
@@ -162,6 +165,20 @@ def _is_stated(experiment: Experiment, key: str) -> bool:
     for name in above:
         section = section[int(name)] if name.isdecimal() else getattr(section, name)
     return bool(getattr(section, last) != type(section).model_fields[last].get_default(call_default_factory=True))
+
+
+@rule(*EVERY)
+def unknown_sampling(subject: Subject) -> Iterator[Finding]:
+    """Report sampling parameters that vLLM passes over without a word; in training they are refused."""
+    engines = subject.experiment.inference
+    if engines is not None and engines.backend != "vllm":  # it says itself what it does not know
+        return
+    for key, sampling in stated_samplings(subject.experiment).items():
+        for name in sampling.extra or {}:
+            if name not in CHANGES and name not in HARMLESS:
+                near = get_close_matches(name, [*CHANGES, *HARMLESS], n=1)
+                remedy = f"did you mean {near[0]}?" if near else "leave it out"
+                yield Finding.warning("PH241", f"{key}.extra.{name}", "has no effect: vLLM knows no such one", remedy)
 
 
 @rule(*EVERY)

@@ -12,6 +12,7 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import Secret, anchored, hide
+from prime_hpc.config.sources.files import explain_yaml
 from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.summary import SUMMARY
 from prime_hpc.launch.monitor.run_facts import number
@@ -81,9 +82,15 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
-    """Keys whose values differ, with both values, in a's order and then b's; None where a key is absent."""
+    """Keys whose values differ, with both values, in a's order and then b's; None where a key is absent. What is empty
+    in one and has keys of its own in the other is these."""
     keys = [*a, *(key for key in b if key not in a)]
-    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+    changed = {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+    return {
+        key: pair
+        for key, pair in changed.items()
+        if not ([] in pair or {} in pair) or not any(other.startswith(f"{key}.") for other in changed)
+    }
 
 
 def config_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, but: Sequence[str]) -> dict[str, Pair]:
@@ -187,7 +194,7 @@ def stated_config(run: Path) -> Any:
     except OSError:
         return {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"{run / 'run.yaml'} is no YAML: {error}") from error
+        raise ConfigError(explain_yaml(error, str(run / "run.yaml"))) from error
 
 
 def _code(gits: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON, SUBMIT_JSON
@@ -91,7 +92,7 @@ def collect(
         evidence = list(pool.map(read_evidence, found))
         now = time.time()
         queues = _ask_about(evidence, ask)
-        judged = [judge(one, queues[_cluster(one)], now) for one in evidence]
+        judged = [judge(one, _shown_of(one, queues), now) for one in evidence]
         pairs = sorted(zip(evidence, judged, strict=True), key=lambda p: (not p[1].is_under_way, -p[0].since))
         under_way = sum(status.is_under_way for _, status in pairs)
         shown = pairs if limit is None else pairs[: max(limit, under_way)]
@@ -104,7 +105,7 @@ def collect(
 def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunStatus:
     """Return the status of one run; `details`: its figures, checkpoint and logs too."""
     evidence = read_evidence(path)
-    queue = _ask_about([evidence], ask)[_cluster(evidence)]
+    queue = _shown_of(evidence, _ask_about([evidence], ask))
     status = judge(evidence, queue, time.time())
     if details:
         add_figures(status, evidence)
@@ -158,6 +159,24 @@ def _ask_about(evidence: list[Evidence], ask: Ask) -> dict[str | None, Queue]:
         with on_cluster(None if cluster == cluster_name() else cluster):
             answers[cluster] = ask(wanted, by_token) if wanted or by_token else Queue()
     return answers
+
+
+def _shown_of(one: Evidence, answers: dict[str | None, Queue]) -> Queue:
+    """Return the answer about a run. That Slurm shows nothing of another user's job need not mean that it is gone."""
+    queue, user = answers[_cluster(one)], os.geteuid()
+    if queue.trouble or user == 0 or jobs_in_doubt(one, time.time()) <= queue.jobs.keys():
+        return queue
+    try:
+        is_own = (one.path / SUBMIT_JSON).stat().st_uid == user
+    except OSError:  # nobody has sent it
+        return queue
+    if is_own:
+        return queue
+    from prime_hpc.slurm.jobs import hides_others
+
+    with on_cluster(cluster_of(one.path)):
+        trouble = "it shows nobody the jobs of others (PrivateData)" if hides_others() else None
+    return replace(queue, trouble=trouble)
 
 
 def _from_accounting(job_id: str) -> str:

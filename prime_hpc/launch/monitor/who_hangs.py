@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.launch.monitor.run_facts import RunStatus
+from prime_hpc.launch.monitor.run_facts import RunStatus, read_evidence
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.slurm.client import SlurmError, clean_environment
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
@@ -30,6 +30,8 @@ from prime_hpc.supervisor.stalls.collect import WHY, Seen, from_lines, report
 
 READ_WITHIN_S = 8.0
 """A run directory that cannot be read for so long hangs."""
+ASK_WITHIN_S = 90.0
+"""For so long at most Slurm's commands, which have deadlines of their own, may be silent."""
 _MODULE = "prime_hpc.supervisor.stalls.on_node"
 T = TypeVar("T")
 
@@ -72,25 +74,30 @@ def find_target(word: str) -> Target:
     """Find the run; where its file system hangs, what is known of it without.
     Raises ConfigError: there is no such run, or it is another user's, who lets nobody ask."""
 
-    def read() -> Target:
+    def read() -> Path:
         path = find_run(word).absolute()
+        read_evidence(path)
+        return path
+
+    def ask(path: Path) -> Target:
         status = status_of(path)
         theirs = other_owner(path) if os.geteuid() and not why_idle(status) else None  # root may look at all
         if theirs and not os.access(path, os.W_OK):  # who may write there asks by a file
             raise ConfigError(
                 f"{theirs}, who alone can look at its processes; `status` and `logs` say what its files say"
             )
-        job_id = status.job_id if status.is_under_way and cluster_of(path) is None else None  # srun reaches no other
-        return Target(path, status, jobs([job_id]).get(job_id) if job_id else None)
+        job_id = None if why_idle(status) or cluster_of(path) is not None else status.job_id  # srun reaches no other
+        try:
+            return Target(path, status, jobs([job_id]).get(job_id) if job_id else None)
+        except SlurmError:
+            return Target(path, status)
 
     try:
-        return within(READ_WITHIN_S, read)
+        path = within(READ_WITHIN_S, read)
+        return within(READ_WITHIN_S + ASK_WITHIN_S, lambda: ask(path))  # a silent controller is no silent file system
     except GaveUpError:
         path = Path(word) if Path(word).is_absolute() or "/" in word else outputs_folder() / word
         return Target(path.absolute(), None, _job_by_name(path.name))
-    except SlurmError:
-        path = find_run(word).absolute()
-        return Target(path, status_of(path))
 
 
 def why_idle(status: RunStatus) -> str:

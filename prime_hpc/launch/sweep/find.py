@@ -49,7 +49,7 @@ def find_sweep(word: str, argv: list[str] | None = None) -> Path:
     if path.suffix in SUFFIXES:
         raise ConfigError(f"{path}: {missing_file_message(path)}")
     names = sorted(entry.name for entry in folder.iterdir() if is_sweep(entry)) if folder.is_dir() else []
-    near = get_close_matches(word, names, n=3, cutoff=0.4)
+    near = get_close_matches(word, names, n=3)
     if near:
         hint = f"did you mean {', '.join(near)}?"
     else:

@@ -20,6 +20,7 @@ from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
 from prime_hpc.observe.metric_files import metrics_file
+from prime_hpc.observe.metric_names import is_known, near
 from prime_hpc.observe.metrics import STEP_KEYS
 from prime_hpc.store.child_runs import list_children
 
@@ -105,6 +106,17 @@ def choose_metric(file: SweepFile, kind: str, name: str | None = None) -> Metric
     return Metric(metric, goal or _natural_goal(metric), 1 if kind in ALONE else file.last)
 
 
+def unknown_metric(file: SweepFile, kind: str) -> str | None:
+    """Say that no run of the kind writes the metric that a sweep file names; None: one does, or may."""
+    files = ("trainer",) if kind == "sft" else ("orchestrator", "trainer")
+    if file.metric is None or kind in ALONE or any(is_known(f"{name}.{file.metric}") for name in files):
+        return None
+    alike = [one.partition(".") for name in files for one in near(f"{name}.{file.metric}")]
+    names = list(dict.fromkeys(name for home, _, name in alike if home in files))
+    hint = f"; did you mean {' or '.join(names[:3])}?" if names else ""
+    return f"metric: no run of kind {kind} is known to write {file.metric!r}, and `sweep results` may show none{hint}"
+
+
 def _natural_goal(metric: str) -> Literal["max", "min"]:
     return "min" if metric.startswith("time/") or metric.rpartition("/")[2] in _LEAST_IS_BEST else "max"
 
@@ -135,8 +147,8 @@ def collect_results(sweep: Sweep, views: Sequence[PointView], metric: Metric, *,
 def _refuse_unknown(name: str, seen: set[str]) -> None:
     if name in seen:
         return  # it is there, but not finite: the points diverged
-    near = get_close_matches(name, sorted(seen), n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(seen))}"
+    alike = get_close_matches(name, sorted(seen), n=3)
+    hint = f"did you mean {', '.join(alike)}?" if alike else f"there are {', '.join(sorted(seen))}"
     raise ConfigError(f"no point has a metric {name!r}; {hint}", "metric")
 
 

@@ -17,6 +17,7 @@ from prime_hpc.launch.sweep.progress import RERUN, PointView, ask_strictly, look
 from prime_hpc.launch.sweep.queue import plan_parts, resolve_pending_submits, send_parts
 from prime_hpc.launch.sweep.report import BAD_POINTS, OK, SLURM_REFUSED, Report
 from prime_hpc.launch.sweep.resolve import Base, Point, resolve_points
+from prime_hpc.launch.sweep.results import unknown_metric
 from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, Sweep, merge_points, read_sweep, write_text
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
@@ -75,6 +76,7 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     report.code = BAD_POINTS if report.invalid else OK
     report.is_local = not by_slurm
     file = base.spec.file
+    report.warnings += filter(None, [unknown_metric(file, first.kind) if first is not None else None])
     if report.is_local:
         _run_local(base, report, site, dry_run=dry_run)
         return report

@@ -109,7 +109,7 @@ def _beyond(partition: str, job: ShownJob) -> Limit | None:
     shown = run_slurm(["scontrol", "show", "partition", "--oneliner", partition], ASK_TIMEOUT_S)
     nodes, limit_s = field(shown, "MaxNodes"), parse_duration(field(shown, "MaxTime"))
     least = field(shown, "MinNodes")
-    if least.isdigit() and job.num_nodes < int(least):
+    if least.isdigit() and 0 < job.num_nodes < int(least):  # 0: Slurm did not say
         words, fewer = f"nodes: {least} at least, and it asks for {job.num_nodes}", f"more {_KEYS['node']}"
     elif nodes.isdigit() and job.num_nodes > int(nodes):
         words, fewer = f"nodes: {nodes} at most, and it asks for {job.num_nodes}", f"fewer {_KEYS['node']}"
@@ -183,13 +183,15 @@ def _exceeded(name: str, limits: Mapping[str, str], job: ShownJob, match: re.Mat
             asks = {tres: amount * (time_s or 0.0) / 60 for tres, amount in asks.items()}
         form = {"RunMinutes": "TRESRunMins", "Minutes": "TRESMins"}.get(minutes, "TRES")
         allowed = dict(part.rpartition("=")[::2] for part in limits.get(f"{kind}{form}{suffix}", "").split(",") if part)
+    if not asks or (per == "PerNode" and not job.num_nodes):
+        return None  # Slurm does not say how much it asks for
     for tres, text in allowed.items():
         number, _, used_text = text.rstrip(")").partition("(")
         if not tres.startswith(key) or number in ("", "N"):
             continue
         most, used, wanted = float(number), float(used_text or 0), asks.get(tres, 0.0)
         if per == "PerNode":
-            wanted /= max(1, job.num_nodes)
+            wanted /= job.num_nodes
         if wanted < most if kind == "Min" else used + wanted > most:
             return _limit(name, match, (most, used, wanted), tres)
     return None

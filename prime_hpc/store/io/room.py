@@ -41,7 +41,7 @@ class RoomWait:
         where: a path on its file system.
         limit_s: longest wait; `supervisor.write_timeout_s`.
         """
-        self._what, self._where, self._limit_s, self._clock = what, where, limit_s, clock
+        self._what, self.where, self._limit_s, self._clock = what, where, limit_s, clock
         self._began: float | None = None
         self._pause, self._next_word, self._needs = FIRST_PAUSE_S, 0.0, 0
 
@@ -67,10 +67,7 @@ class RoomWait:
     @property
     def has_room(self) -> bool:
         """Tell whether a next try is worth it: as much is free as it takes, or nobody can tell, as of a quota."""
-        try:
-            return free_bytes(self._where) >= self._needs
-        except OSError:
-            return True
+        return has_room(self.where, self._needs)
 
     def over(self) -> None:
         """Note that it is written."""
@@ -87,6 +84,14 @@ class RoomWait:
     def _end(self) -> None:
         self._began = None
         activity.blocked(self._what, "")
+
+
+def has_room(where: Path, needs: int) -> bool:
+    """Tell whether so many bytes are free on a path's file system, as far as that is known."""
+    try:
+        return free_bytes(where) >= needs
+    except OSError:
+        return True
 
 
 def as_refused(error: StoreError | OSError) -> NoRoom | Unreadable | None:

@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,17 +116,21 @@ def on_loopback() -> dict[str, str]:
 
 def past_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
     """Return `no_proxy` variables where a proxy is named: no program of a run may ask it for its own machine, nor for
-    `hosts`.
+    `hosts`. Where none is named, those alone that hold a word which httpx would raise for.
 
-    Calls between the run's own processes never ask it. IPv6 addresses go without brackets: httpx, which most clients
-    of models are made of, raises for one with them, and aiohttp and requests do not know it.
+    Calls between the run's own processes never ask it. IPv6 addresses go without brackets, and IPv6 networks not at
+    all: httpx, which most clients of models are made of, raises for these, proxy or not, and aiohttp and requests do
+    not know them.
     """
-    if not any(environ.get(name.lower()) or environ.get(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")):
-        return {}
     named = ",".join(environ.get(name, "") for name in ("no_proxy", "NO_PROXY"))
-    words = [word.strip() for word in [*named.split(","), "localhost", "127.0.0.1", "::1", *hosts]]
-    bare = [word[1:].partition("]")[0] if word.startswith("[") else word for word in words]
-    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(filter(None, bare))))
+    given = [word for word in map(str.strip, named.split(",")) if word]
+    bare = [re.sub(r"^\[([^]]*)\](:\d*)?", r"\1", word) for word in given]
+    known = [word for word in bare if not re.fullmatch(r"[\da-fA-F.]*:[\da-fA-F:.]*/\d+", word)]
+    if any(environ.get(name.lower()) or environ.get(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")):
+        known += ["localhost", "127.0.0.1", "::1", *hosts]
+    elif known == given:
+        return {}
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(known)))
 
 
 def route_to(host: str) -> Place | None:

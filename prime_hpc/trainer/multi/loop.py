@@ -102,6 +102,7 @@ class _Held:
 
     wait: RoomWait
     command: Command
+    error: NoRoom | Unreadable
     at: float = 0.0
 
 
@@ -169,18 +170,22 @@ class MultiTrainer:
         for name, child in self._children.items():
             if child.trainer.saver.checkpointer.has_ended:
                 return Command(Kind.WAIT_FOR_SAVE, name)
-            if child.trainer.saver.is_asked and name not in self._held:
+            if child.trainer.saver.is_asked:
                 child.trainer.saver.take_up()
-                return Command(Kind.SAVE, name)
+                held = self._held.get(name)
+                if held is None or held.command.kind is not Kind.LEAVE:  # that one's last save is the answer
+                    return Command(Kind.SAVE, name)
         self._leaving += self._run_slots.look()
         self._leaving += [leave for leave in map(self._trouble, self._watches) if leave is not None]
         while self._leaving:
             leave = self._leaving.pop(0)
             if leave.name in self._children:
                 return Command(Kind.LEAVE, leave.name, leave=leave)
-        for held in self._held.values():
+        for name, held in list(self._held.items()):
             if time.monotonic() >= held.at:
-                return held.command
+                if held.wait.has_room:
+                    return held.command
+                self._pause(name, held)
         admission = self._run_slots.admit()
         if admission is not None:
             return Command(Kind.ADMIT, admission.name, admission=admission)
@@ -260,18 +265,25 @@ class MultiTrainer:
             return False
         if command.kind is not Kind.LEAVE and child.trained is None:
             return False
-        if self._rank == 0:
+        if self._rank == 0 and command.kind is not Kind.SAVE:  # asked for meanwhile: it is held already
             what = f"{child.name}: what step {child.step} has made"
-            wait = RoomWait(what, child.trainer.paths.root, self._experiment.supervisor.write_timeout_s)
+            paths, is_leaving = child.trainer.paths, command.kind is Kind.LEAVE
+            wait = RoomWait(what, paths.root, self._experiment.supervisor.write_timeout_s)
             self._watches.pop(child.name, None)  # it trains no further meanwhile
-            held = self._held.setdefault(child.name, _Held(wait, command))
-            held.command = command if command.kind is Kind.LEAVE else Command(Kind.SETTLE, child.name)
-            try:
-                held.at = time.monotonic() + held.wait.next_pause(error)
-            except NoRoom as over:
-                del self._held[child.name]
-                self._leaving.append(Leave(child.name, "failed", str(over)))
+            held = self._held.setdefault(child.name, _Held(wait, command, error))
+            held.command, held.error = command if is_leaving else Command(Kind.SETTLE, child.name), error
+            is_checkpoint = is_leaving or child.published == child.step
+            held.wait.where = paths.checkpoint_step(child.step) if is_checkpoint else paths.root
+            self._pause(child.name, held)
         return True
+
+    def _pause(self, name: str, held: _Held) -> None:
+        """On rank 0: have a run that is held wait before its next try. One that has waited too long fails."""
+        try:
+            held.at = time.monotonic() + held.wait.next_pause(held.error)
+        except NoRoom as over:
+            del self._held[name]
+            self._leaving.append(Leave(name, "failed", str(over)))
 
     def _admit(self, command: Command) -> None:
         assert command.admission is not None
@@ -379,7 +391,7 @@ class MultiTrainer:
                 except ENDS_A_RUN as error:
                     errors[name] = error
             unsaved = [name for name in unsaved if isinstance(errors.get(name), NoRoom | Unreadable)]
-        # files STOP that were seen are gone: the next attempt would know nothing of them
+        # whose file STOP was seen is saved and over: not for the next attempt to begin
         leaves = [leave for leave in (*self._leaving, *(held.command.leave for held in self._held.values())) if leave]
         stopped = {leave.name: leave.reason for leave in leaves if leave.phase == "stopped" and command.save}
         for name, child in self._children.items():

@@ -23,6 +23,7 @@ from prime_hpc.store.child_runs import ChildState, Phase, list_children, read_st
 from prime_hpc.store.errors import PROOFS, FencedError, InDoubt, NoRoom, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import as_unreadable
+from prime_hpc.store.io.room import has_room
 from prime_hpc.store.run_paths import RunPaths, check_incarnation, current_incarnation
 from prime_hpc.trainer.multi.admission import Admission, prepare, read_child
 
@@ -69,7 +70,7 @@ class _Seen:
 
 @dataclass
 class _Unread:
-    """A run that cannot begin because something of it cannot be read now."""
+    """A run that cannot begin because something of it cannot be read now, or has no room."""
 
     failed_reads: FailedReads
     since: float | None = None
@@ -77,6 +78,8 @@ class _Unread:
     pause: float = 0.0
     """Before the last try."""
     next_try: float = 0.0
+    no_room: NoRoom | None = None
+    """The last try's, which says how much all of it takes."""
 
 
 class RunSlots:
@@ -97,6 +100,8 @@ class RunSlots:
         self._states: dict[str, ChildState] = {}
         self._lives: dict[str, int] = {}
         """Incarnation of each run that holds a slot: another one in its directory is another run."""
+        self._stopping: set[str] = set()
+        """Runs whose STOP was seen: the file stays until they have ended, for a trainer that is killed meanwhile."""
         self._lives_known: dict[str, int] = {}
         """Incarnation that each run had at least, by the last word on it."""
         self._unread: dict[str, _Unread] = {}
@@ -183,15 +188,19 @@ class RunSlots:
             return
         if self._phase(name) == "waiting":
             if STOP_FILE in inside:
-                (path / STOP_FILE).unlink(missing_ok=True)
                 self.ended(name, "stopped", STOPPED)
             return
         if RUN_YAML not in inside:
             self._say(seen, f"{path} is passed over as long as it holds no {RUN_YAML}: half-written, or no run")
             return
         before = read_state_strictly(path)
+        own = self._states.get(name)
         if before is not None and before.has_ended:
             self._states[name], seen.next_look = before, moment + ENDED_LOOK_S
+            return
+        if before is not None and own is not None and before.parent_incarnation == self._incarnation:
+            seen.next_look = moment + ENDED_LOOK_S
+            self._set(name, own)  # it has ended, and there was no room for that word
             return
         try:
             experiment = read_child(self._parent, path)
@@ -237,8 +246,8 @@ class RunSlots:
         if RUN_YAML not in inside or current_incarnation(RunPaths(path)) != self._lives[name]:
             self._seen.pop(name, None)
             return Leave(name, "removed", DELETED)
-        if STOP_FILE in inside:
-            (path / STOP_FILE).unlink(missing_ok=True)
+        if STOP_FILE in inside and name not in self._stopping:
+            self._stopping.add(name)
             return Leave(name, "stopped", STOPPED, save=True)
         return None
 
@@ -257,6 +266,9 @@ class RunSlots:
             if None not in self._slots:
                 break
             if self._clock() < unread.next_try:
+                continue
+            if unread.no_room is not None and not has_room(self._dir / name, unread.no_room.needs):
+                self._put_off(name, unread, unread.no_room)
                 continue
             slot, known = self._slots.index(None), self._lives_known.get(name, 0)
             try:
@@ -293,6 +305,7 @@ class RunSlots:
         """Let it wait, and others take their turn. Raises NoRoom, Unreadable: for so long that, with nothing else to
         train, this trainer's attempt is over; the next one goes on."""
         now, limit = self._clock(), self._parent.supervisor.read_timeout_s
+        unread.no_room = trouble if isinstance(trouble, NoRoom) else None
         logger.warning(f"{name} waits: {trouble}")
         if isinstance(trouble, InDoubt):
             unread.next_try = now + trouble.left_s
@@ -356,6 +369,7 @@ class RunSlots:
             self._slots[self._slots.index(name)] = None
             self._lives.pop(name, None)
         self._unread.pop(name, None)
+        self._stopping.discard(name)
         level = "INFO" if phase in ("done", "stopped") else "ERROR"
         logger.log(level, f"{name}: {phase}" + (f": {reason}" if reason else ""))
         before = self._states.get(name, ChildState("waiting"))
@@ -384,6 +398,8 @@ class RunSlots:
             if write and state.phase != "removed":
                 check_incarnation(RunPaths(self._dir), self._incarnation)  # its runs are another trainer's by now
                 write_state(self._dir / name, state)
+                if state.has_ended:
+                    (self._dir / name / STOP_FILE).unlink(missing_ok=True)
         except (StoreError, OSError) as error:  # its directory is gone, or full: the bus still carries the word
             logger.warning(f"the state of {name} could not be written: {error}")
         self._announce(name, state)

@@ -10,6 +10,7 @@ from pathlib import Path
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.site import list_sites, load_site, site_folders
+from prime_hpc.observe.table import pad
 
 
 def run(argv: list[str], program: str) -> int:
@@ -35,9 +36,9 @@ def _list(as_json: bool) -> int:
     if as_json:
         print_json({"sites": {name: str(path) for name, path in sites.items()}, "in_force": chosen.name})
         return 0
-    width = max(map(len, sites), default=0)
-    for name, path in sites.items():
-        print(f"{'*' if name == chosen.name else ' '} {name:<{width}}  {path}")
+    rows = [("*" if name == chosen.name else " ", name, str(path)) for name, path in sites.items()]
+    for mark, name, path in pad(rows):
+        print(f"{mark} {name}  {path}")
     if not sites:
         print("no site profile found; looked in " + ", ".join(map(str, site_folders())))
     print(f"in force here: {chosen.name}" + ("" if chosen.name in sites else " (nothing is known of this cluster)"))

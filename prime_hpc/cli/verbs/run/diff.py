@@ -52,12 +52,8 @@ def render(found: dict[str, Any]) -> str:
 def _pairs(title: str, pairs: dict[str, Any]) -> list[str]:
     if not pairs:
         return ["", f"{title}: the same"]
-    width = max(map(len, pairs))
-    return [
-        "",
-        f"{title}: {len(pairs)} differ",
-        *(f"  {k:<{width}}  {_text(a)} -> {_text(b)}" for k, (a, b) in pairs.items()),
-    ]
+    rows = [(key, f"{_text(a)} -> {_text(b)}") for key, (a, b) in pairs.items()]
+    return ["", f"{title}: {len(pairs)} differ", *(f"  {line}" for line in align(rows))]
 
 
 def _code(code: dict[str, Any]) -> list[str]:

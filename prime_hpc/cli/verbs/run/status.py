@@ -17,7 +17,7 @@ from prime_hpc.config.run_files import TINKER_KEY
 from prime_hpc.launch.monitor.run_facts import RunStatus, number, span
 from prime_hpc.launch.monitor.status import Ask, PatientAsk, ask_slurm, collect, status_of
 from prime_hpc.observe.console import duration, local_time, sparkline, time_left
-from prime_hpc.observe.table import narrowed
+from prime_hpc.observe.table import narrowed, width
 from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.store.run_dirs import find_run, is_run, list_runs, outputs_folder, refuse_closed
 
@@ -228,7 +228,7 @@ def render_table(runs: list[RunStatus], folder: Path, more: int = 0) -> str:
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     lines = []
     for row, (*cells, note) in enumerate(narrowed(table, room - _NOTE, _SPARED)):
-        note = note[: max(_NOTE, room - sum(len(cell) + 2 for cell in cells))]
+        note = note[: max(_NOTE, room - sum(width(cell) + 2 for cell in cells))]
         if row:
             cells[1] = _painted(cells[1], table[row][1])
         lines.append("  ".join([*cells, note]).rstrip())
