@@ -9,12 +9,14 @@ counted. Token by token, where a batch is stored: text, the engine's log-probabi
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prime_hpc.report.series import Faults, number_of, read_lines, short
+from prime_hpc.observe.metrics import parse_row
+from prime_hpc.report.series import Faults, number_of, raw_lines, read_lines, short
 from prime_hpc.report.token_text import TokenText
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch
@@ -244,16 +246,16 @@ def _written(path: Path, budget: Budget) -> list[dict[str, Any]]:
     """Rows of `samples.jsonl`: a reservoir of them over all the file, so that any length is read in little memory."""
     rng, size = random.Random(0), 300
     kept: list[tuple[int, dict[str, Any]]] = []
-    faults = Faults()
-    for number, row in enumerate(read_lines(path, faults)):
-        if number >= _LINES_READ:
-            break
-        if not isinstance(row.get("completion"), str):
-            continue
+    for number, line in enumerate(islice(raw_lines(path, Faults()), _LINES_READ)):
         place = number if len(kept) < size else rng.randrange(number + 1)
+        if place >= size and len(kept) == size:
+            continue
+        row = parse_row(line)
+        if row is None or not isinstance(row.get("completion"), str):
+            continue
         if len(kept) < size:
             kept.append((number, _text_row(row)))
-        elif place < size:
+        else:
             kept[place] = (number, _text_row(row))
     kept.sort(key=lambda pair: pair[0])
     order = list(range(len(kept)))
