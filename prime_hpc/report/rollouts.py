@@ -7,6 +7,7 @@ counted. Token by token, where a batch is stored: text, the engine's log-probabi
 """
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.observe.metrics import parse_row
-from prime_hpc.report.series import Faults, number_of, raw_lines, read_lines, short
+from prime_hpc.report.series import Faults, number_of, raw_lines, short
 from prime_hpc.report.token_text import TokenText
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch
@@ -25,6 +26,8 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths
 
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
+"""How a row of `MetricsWriter` begins."""
 STEPS_OPENED = 40
 PER_STEP = 6
 """Rollouts of one step: two best, two worst, two at random."""
@@ -171,7 +174,15 @@ def _tokens_of(batch: RankBatch, sequence: int, decoder: TokenText | None) -> di
 
 def _logged_steps(path: Path) -> list[int]:
     """Return the steps of which `tokens.jsonl` has rows."""
-    return sorted({line["step"] for line in read_lines(path, Faults()) if isinstance(line.get("step"), int)})
+    return sorted({step for line in raw_lines(path, Faults()) if (step := _step_of(line)) is not None})
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a row, of one of ours without reading all of it: the file may be larger than the memory."""
+    if found := _STEP.match(line):
+        return int(found[1])
+    step = (parse_row(line) or {}).get("step")
+    return step if isinstance(step, int) else None
 
 
 def _compared(
@@ -180,9 +191,10 @@ def _compared(
     """Return rows of `tokens.jsonl`, which is read again for those steps alone that are shown: it may have any length.
     Of a step that was done again, the later attempt's."""
     by_step: dict[int, dict[tuple[Any, Any], dict[str, Any]]] = {step: {} for step in _spread(logged, STEPS_OPENED)}
-    for line in read_lines(path, Faults()):
-        if isinstance(line.get("step"), int) and line["step"] in by_step:
-            by_step[line["step"]][line.get("sample"), line.get("num_tokens")] = line
+    for line in raw_lines(path, Faults()):
+        step = _step_of(line)
+        if step in by_step and (row := parse_row(line)) is not None:
+            by_step[step][row.get("sample"), row.get("num_tokens")] = row
     found = []
     for lines in by_step.values():
         for line in lines.values():
