@@ -191,10 +191,10 @@ def _compared(
     """Return rows of `tokens.jsonl`, which is read again for those steps alone that are shown: it may have any length.
     Of a step that was done again, the later attempt's."""
     by_step: dict[int, dict[tuple[Any, Any], dict[str, Any]]] = {step: {} for step in _spread(logged, STEPS_OPENED)}
-    for line in raw_lines(path, Faults()):
-        step = _step_of(line)
-        if step in by_step and (row := parse_row(line)) is not None:
-            by_step[step][row.get("sample"), row.get("num_tokens")] = row
+    for raw in raw_lines(path, Faults()):
+        step = _step_of(raw)
+        if step in by_step and (line := parse_row(raw)) is not None:
+            by_step[step][line.get("sample"), line.get("num_tokens")] = line
     found = []
     for lines in by_step.values():
         for line in lines.values():
