@@ -272,7 +272,15 @@ def read_metrics(path: Path, wants: Callable[[str], bool] | None = None) -> list
     `wants`: says which values to keep; all those of a hundred thousand steps take a gigabyte.
     """
     rows = iterate_metrics(path)
-    return list(rows) if wants is None else [{k: v for k, v in row.items() if wants(k)} for row in rows]
+    if wants is None:
+        return list(rows)
+    kept: dict[tuple[str, ...], list[str]] = {}  # most rows have the same metrics
+    found = []
+    for row in rows:
+        if (names := tuple(row)) not in kept:
+            kept[names] = [name for name in names if wants(name)]
+        found.append({name: row[name] for name in kept[names]})
+    return found
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
