@@ -18,6 +18,7 @@ from typing import NamedTuple
 from loguru import logger
 
 from prime_hpc.envs.samples import UNANSWERED, UNSCORED
+from prime_hpc.observe.metrics import READ_BYTES, parse_row
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
 
@@ -27,6 +28,8 @@ ADVICE = "; started again, it goes on with the episodes that are missing"
 """Said by a process that is told to stop before all are played."""
 SYNC_S = 1.0
 """Lines are on the disk after so long at most: what a node loses with its memory is played again."""
+
+_TEXTS = ("prompt", "completion")
 
 COMPLETED, FAILED, TIMEOUT = "completed", "failed", "timeout"
 
@@ -40,7 +43,7 @@ class Key(NamedTuple):
     rollout: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """One episode that has ended."""
 
@@ -104,16 +107,16 @@ def read_records(path: Path) -> tuple[dict[Key, Record], int]:
     Returns the episodes without their texts, and the bytes of whole lines: what is beyond them was cut off."""
     records: dict[Key, Record] = {}
     end = 0
-    for record, start, length in read_lines(path, Record):
+    for record, start, length in read_lines(path, Record, texts=False):
         end = start + length
-        if record is not None and replaces(record, records.get(record.key)):
-            records[record.key] = _without_texts(record)
+        if record is not None and replaces(record, records.get(key := record.key)):
+            records[key] = record
     return records, end
 
 
 def _without_texts(record: Record) -> Record:
     """Return what is counted of an episode: the texts of a million are more than a node's memory."""
-    return replace(record, prompt="", completion="")
+    return replace(record, prompt="", completion="") if record.prompt or record.completion else record
 
 
 def replaces(record: Record, earlier: Record | None) -> bool:
@@ -125,11 +128,14 @@ def _rank(record: Record) -> int:
     return record.is_scored + (not record.has_failed)
 
 
-def read_lines(path: Path, record_type: type[Record]) -> Iterator[tuple[Record | None, int, int]]:
+def read_lines(
+    path: Path, record_type: type[Record], *, texts: bool = True
+) -> Iterator[tuple[Record | None, int, int]]:
     """Read a file line by line: it may be larger than the memory.
 
     Args:
         path: may be missing.
+        texts: with what was said for people; without, only what is counted is built.
 
     Yields:
         the episode (None: the line holds none), and the line's first byte and length; half a last line is left out.
@@ -137,24 +143,25 @@ def read_lines(path: Path, record_type: type[Record]) -> Iterator[tuple[Record |
     if not path.exists():
         return
     start = 0
-    with path.open("rb") as file:
+    with path.open("rb", buffering=READ_BYTES) as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            record = parse_record(line, record_type)
+            record = parse_record(line, record_type, texts=texts)
             if record is None:
                 logger.warning(f"{path}: a line is no episode and is passed over: {line[:80]!r}")
             yield record, start, len(line)
             start += len(line)
 
 
-def parse_record(line: bytes, record_type: type[Record]) -> Record | None:
-    """Return the episode that a line holds, None where it holds none."""
+def parse_record(line: bytes, record_type: type[Record], *, texts: bool = True) -> Record | None:
+    """Return the episode that a line holds, None where it holds none. `texts`: as for `read_lines`."""
+    row = parse_row(line) or {}
+    known = record_type.__dataclass_fields__
     try:
-        row = json.loads(line)
-        record = record_type(**{name: value for name, value in row.items() if name in record_type.__dataclass_fields__})
+        record = record_type(**{name: row[name] for name in row if name in known and (texts or name not in _TEXTS)})
         good = isinstance(record.reward, int | float) and math.isfinite(record.reward)
-    except (ValueError, TypeError, AttributeError, OverflowError):
+    except (TypeError, OverflowError):
         return None
     return record if good or record.state == FAILED else None
 
@@ -172,7 +179,7 @@ class EpisodeLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.records: dict[Key, Record] = {}
         whole = 0
-        for record, start, length in read_lines(self.path, self.record_type):
+        for record, start, length in read_lines(self.path, self.record_type, texts=False):
             whole = start + length
             if record is not None and replaces(record, self.records.get(record.key)):
                 self._index(record, start)
@@ -188,7 +195,11 @@ class EpisodeLog:
         """Append one episode. Raises StoreError: the disk is full (half a line is cut off again)."""
         if not replaces(record, self.records.get(record.key)):
             return
-        text = json.dumps(vars(record), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(
+            {name: getattr(record, name) for name in self.record_type.__dataclass_fields__},
+            ensure_ascii=False,
+            allow_nan=False,
+        )
         line = text.encode(errors="replace") + b"\n"  # an environment's words may hold half a surrogate pair
         with disk_errors(self.path):
             try:

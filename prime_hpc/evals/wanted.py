@@ -125,7 +125,7 @@ def is_all_played(experiment: Experiment, run_dir: Path) -> bool:
     except ConfigError:
         return False  # whoever plays them says so
     wanted = {key for step in steps for key in wanted_keys(step, sources, config)}
-    for record, _, _ in read_lines(results_file(run_dir), Record):
+    for record, _, _ in read_lines(results_file(run_dir), Record, texts=False):
         if record is not None and not (record.has_failed and config.retry_failed):
             wanted.discard(record.key)
     return not wanted

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from pydantic_core import from_json
 
 from prime_hpc.observe.line_file import LineFile
 from prime_hpc.observe.mlflow_run import MlflowRun
@@ -20,6 +21,8 @@ STEP_KEYS = ("time/step", "reward/mean")
 """A row with one of these is that of a step; others are evaluations, which may speak of an earlier version."""
 _TAIL_BYTES = 16_384
 """More than any row is long."""
+READ_BYTES = 1 << 18
+"""Of a file that is read from its beginning, at once: rows are long."""
 
 
 def jsonable(value: Any) -> Any:
@@ -241,8 +244,9 @@ def _stored_id(path: Path) -> str | None:
 
 def number_of(value: Any) -> float | None:
     """Return a metric's value as a float, "nan" and "inf" too, as the writer spells them; None: it is no number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number and value not in ("nan", "inf", "-inf"):
+    if type(value) is float:
+        return value
+    if type(value) is not int and value not in ("nan", "inf", "-inf"):
         return None
     try:
         return float(value)
@@ -253,9 +257,12 @@ def number_of(value: Any) -> float | None:
 def parse_row(line: bytes | str) -> dict[str, Any] | None:
     """One line of a metrics file; None for a torn one (a killed writer)."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        row = from_json(line, cache_strings="keys")  # a third of the time of `json`
+    except ValueError:  # torn, or half of a surrogate pair, which Python can write and read
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
     return row if isinstance(row, dict) else None
 
 
@@ -265,12 +272,20 @@ def read_metrics(path: Path, wants: Callable[[str], bool] | None = None) -> list
     `wants`: says which values to keep; all those of a hundred thousand steps take a gigabyte.
     """
     rows = iterate_metrics(path)
-    return list(rows) if wants is None else [{k: v for k, v in row.items() if wants(k)} for row in rows]
+    if wants is None:
+        return list(rows)
+    kept: dict[tuple[str, ...], list[str]] = {}  # most rows have the same metrics
+    found = []
+    for row in rows:
+        if (names := tuple(row)) not in kept:
+            kept[names] = [name for name in names if wants(name)]
+        found.append({name: row[name] for name in kept[names]})
+    return found
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the same one after another, of a file that may be too large for the memory."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with path.open("rb", buffering=READ_BYTES) as file:
         yield from (row for row in map(parse_row, file) if row is not None)

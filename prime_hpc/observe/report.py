@@ -24,6 +24,8 @@ _LEFT_OUT = {
     "unended": "trained without an end-of-turn token: nothing teaches the model to stop (sft.data.chat_template)",
 }
 _READ = {"step", *STEP_KEYS, "loss", "ratio", "lag/mean"}
+_PARTS = 1000
+"""Of a curve, about as many as the picture is pixels wide: a hundred thousand points take ten seconds to draw."""
 PICTURE = {"rl": "reward.png", "sft": "loss.png"}
 
 
@@ -173,12 +175,14 @@ def draw(
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     if kind == "rl":
-        axes.plot(*_series(orchestrator, "reward/mean"), color="#9bb7d4", label="training reward (mean of a batch)")
+        axes.plot(
+            *thinned(*_series(orchestrator, "reward/mean")), color="#9bb7d4", label="training reward (mean of a batch)"
+        )
         for env, (versions, values) in eval_series(orchestrator).items():
             axes.plot(versions, values, "o-", label=f"held-out reward: {env}")
         axes.set_ylabel("reward")
     else:
-        axes.plot(*_series(trainer, "loss"), label="training loss")
+        axes.plot(*thinned(*_series(trainer, "loss")), label="training loss")
         axes.set_ylabel("loss (nats per token)")
     axes.set_xlabel("step")
     axes.set_title(name)
@@ -187,6 +191,18 @@ def draw(
     path = run_dir / PICTURE[kind]
     save_picture(figure, path)
     return path
+
+
+def thinned(steps: Sequence[int], values: Sequence[float], parts: int = _PARTS) -> tuple[list[int], list[float]]:
+    """Return the points of a long curve that are seen: of each of so many parts the least and the greatest value, so
+    that no peak is lost, and both ends."""
+    width = -(-len(values) // parts)
+    starts = range(0, len(values), max(1, width))
+    picked = {
+        pick(range(i, min(i + width, len(values))), key=values.__getitem__) for i in starts for pick in (min, max)
+    }
+    shown = sorted(picked | {0, len(values) - 1}) if width > 2 else range(len(values))
+    return [steps[i] for i in shown], [values[i] for i in shown]
 
 
 def save_picture(figure: "Figure", path: Path) -> None:

@@ -55,12 +55,18 @@ def _asset(name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    tree = with_leaves(value, _finite)
-    text = json.dumps(tree, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=str)
+    try:
+        text = _dumps(value)
+    except ValueError:  # a number that is not finite
+        text = _dumps(with_leaves(value, _finite))
     text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no UTF-8
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=str)
 
 
 def _finite(value: Any, _: str) -> Any:

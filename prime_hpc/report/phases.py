@@ -9,7 +9,7 @@ work; since its rows carry `spans`, their places in the step are known, before t
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,13 @@ from prime_hpc.store.attempts import NOT_BEGUN
 
 TRAINER = ("wait", "train", "publish", "save", "other")
 ORCHESTRATOR = ("wait_rollouts", "wait_weights", "wait_servers", "work")
+_TRAINER_KEYS = {
+    "wait": ("time/wait",),
+    "train": ("time/forward_backward", "time/optim"),
+    "publish": ("time/publish",),
+    "save": ("time/checkpoint",),
+}
+_ORCHESTRATOR_KEYS = {name: (f"time/{name}",) for name in ORCHESTRATOR[:-1]}
 MOST_BLOCKS = 20_000
 """Held of a role; above that two neighbours become one."""
 MOST_SPANS = 40_000
@@ -58,9 +65,11 @@ class Phases:
         ready: as for `ready_at`: before that seats are empty for the start.
         """
         self._most = most_blocks
-        self._names = tuple(names)
+        self._names, self._stated = tuple(names), tuple(names[:-1])
         self._began = [number_of(row.get("began")) or 0.0 for row in attempts]
-        self._resumed = [_first_step(row, role) for row in attempts]
+        resumed = [_first_step(row, role) for row in attempts]
+        self._resumed_later = [min(resumed[index + 1 :], default=sys.maxsize) for index in range(max(1, len(resumed)))]
+        """The first step that any later attempt went on from."""
         self._ready = [
             0.0 if role in (row.get("kept") or []) else ready_at(row, ready or {}) or 0.0 for row in attempts
         ]
@@ -89,11 +98,11 @@ class Phases:
         step = row.get("step")
         if end is None or length is None or not 0 <= length < 1e9 or not isinstance(step, int) or step >= MAX_STEP:
             return
-        values = [max(0.0, seconds.get(name, 0.0)) for name in self._names[:-1]]
+        values = [max(0.0, seconds.get(name, 0.0)) for name in self._stated]
         values.append(max(0.0, length - sum(values)))
         index = self._attempt_of(end)
         if is_lost is None:
-            is_lost = any(resumed < step for resumed in self._resumed[index + 1 :])
+            is_lost = self._resumed_later[index] < step
         self._add_to_sums(index, end, length, values, is_lost)
         self.sums[index].tokens += number_of(row.get("num_tokens")) or 0.0
         after = min(length, max(0.0, end - self._ready[index])) if self._ready else length
@@ -221,18 +230,13 @@ def empty_seats(row: Mapping[str, Any]) -> dict[str, float]:
 
 def trainer_seconds(row: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a trainer row's phases, by the names of `TRAINER`."""
-
-    def of(*keys: str) -> float:
-        return sum(number_of(row.get(f"time/{key}")) or 0.0 for key in keys)
-
-    return {
-        "wait": of("wait"),
-        "train": of("forward_backward", "optim"),
-        "publish": of("publish"),
-        "save": of("checkpoint"),
-    }
+    return {name: _sum(row, keys) for name, keys in _TRAINER_KEYS.items()}
 
 
 def orchestrator_seconds(row: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of an orchestrator row's phases, by the names of `ORCHESTRATOR`."""
-    return {name: number_of(row.get(f"time/{name}")) or 0.0 for name in ORCHESTRATOR[:-1]}
+    return {name: _sum(row, keys) for name, keys in _ORCHESTRATOR_KEYS.items()}
+
+
+def _sum(row: Mapping[str, Any], keys: Iterable[str]) -> float:
+    return sum([number_of(row.get(key)) or 0.0 for key in keys])

@@ -7,14 +7,17 @@ counted. Token by token, where a batch is stored: text, the engine's log-probabi
 """
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prime_hpc.report.series import Faults, number_of, read_lines, short
+from prime_hpc.observe.metrics import parse_row
+from prime_hpc.report.series import Faults, number_of, raw_lines, short
 from prime_hpc.report.token_text import TokenText
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import read_rank_batch
@@ -23,6 +26,8 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.run_paths import RunPaths
 
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
+"""How a row of `MetricsWriter` begins."""
 STEPS_OPENED = 40
 PER_STEP = 6
 """Rollouts of one step: two best, two worst, two at random."""
@@ -169,7 +174,15 @@ def _tokens_of(batch: RankBatch, sequence: int, decoder: TokenText | None) -> di
 
 def _logged_steps(path: Path) -> list[int]:
     """Return the steps of which `tokens.jsonl` has rows."""
-    return sorted({line["step"] for line in read_lines(path, Faults()) if isinstance(line.get("step"), int)})
+    return sorted({step for line in raw_lines(path, Faults()) if (step := _step_of(line)) is not None})
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a row, of one of ours without reading all of it: the file may be larger than the memory."""
+    if found := _STEP.match(line):
+        return int(found[1])
+    step = (parse_row(line) or {}).get("step")
+    return step if isinstance(step, int) else None
 
 
 def _compared(
@@ -178,9 +191,10 @@ def _compared(
     """Return rows of `tokens.jsonl`, which is read again for those steps alone that are shown: it may have any length.
     Of a step that was done again, the later attempt's."""
     by_step: dict[int, dict[tuple[Any, Any], dict[str, Any]]] = {step: {} for step in _spread(logged, STEPS_OPENED)}
-    for line in read_lines(path, Faults()):
-        if isinstance(line.get("step"), int) and line["step"] in by_step:
-            by_step[line["step"]][line.get("sample"), line.get("num_tokens")] = line
+    for raw in raw_lines(path, Faults()):
+        step = _step_of(raw)
+        if step in by_step and (line := parse_row(raw)) is not None:
+            by_step[step][line.get("sample"), line.get("num_tokens")] = line
     found = []
     for lines in by_step.values():
         for line in lines.values():
@@ -244,16 +258,16 @@ def _written(path: Path, budget: Budget) -> list[dict[str, Any]]:
     """Rows of `samples.jsonl`: a reservoir of them over all the file, so that any length is read in little memory."""
     rng, size = random.Random(0), 300
     kept: list[tuple[int, dict[str, Any]]] = []
-    faults = Faults()
-    for number, row in enumerate(read_lines(path, faults)):
-        if number >= _LINES_READ:
-            break
-        if not isinstance(row.get("completion"), str):
-            continue
+    for number, line in enumerate(islice(raw_lines(path, Faults()), _LINES_READ)):
         place = number if len(kept) < size else rng.randrange(number + 1)
+        if place >= size and len(kept) == size:
+            continue
+        row = parse_row(line)
+        if row is None or not isinstance(row.get("completion"), str):
+            continue
         if len(kept) < size:
             kept.append((number, _text_row(row)))
-        elif place < size:
+        else:
             kept[place] = (number, _text_row(row))
     kept.sort(key=lambda pair: pair[0])
     order = list(range(len(kept)))

@@ -80,6 +80,9 @@ def read_hours(
             served.add(row)
         orchestrator.add(row, orchestrator_seconds(row))
         orchestrator.add_evaluation(row)
+    for one in (trained, served):
+        if one is not None:
+            one.flush()
     first = number_of(attempts[0].get("submitted")) if attempts else None
     moments = [submitted, *(number_of(row.get("began")) for row in attempts[:1])]
     spent = account(

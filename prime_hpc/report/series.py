@@ -6,15 +6,17 @@ As long as the steps fit, a cell is one step.
 
 import errno
 import math
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from prime_hpc.observe.metrics import STEP_KEYS, number_of, parse_row
+from prime_hpc.observe.metrics import READ_BYTES, STEP_KEYS, number_of, parse_row
 
 MAX_CELLS = 1 << 14
 """Of a curve while it is read."""
@@ -22,7 +24,10 @@ MAX_CURVES = 400
 """Of one file: metrics by environment can be many."""
 MAX_STEP = 1 << 62
 """A row that says more is no row of ours."""
-_PENDING = 4096
+_PENDING = 1024
+_MOST_SHAPES = 64
+"""Sets of metrics that are remembered."""
+_NUMBERS = {float, int}
 _LONGEST_LINE = 4 << 20
 
 
@@ -43,13 +48,19 @@ class Faults:
 def read_lines(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON-lines file, one at a time; torn ones are counted. A file that is not there has none; why
     one cannot be read is noted."""
+    for line in raw_lines(path, faults):
+        if (row := parse_row(line)) is not None:
+            yield row
+        elif line.strip():
+            faults.torn += 1
+
+
+def raw_lines(path: Path, faults: Faults) -> Iterator[bytes]:
+    """Yield the same unread, for who wants few of them."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=READ_BYTES) as file:
             while line := file.readline(_LONGEST_LINE):
-                if (row := parse_row(line)) is not None:
-                    yield row
-                elif line.strip():
-                    faults.torn += 1
+                yield line
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             faults.unreadable = error.strerror or str(error)
@@ -59,6 +70,22 @@ def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section of a resolved config or of a row; empty where it is none."""
     found = tree.get(name)
     return found if isinstance(found, Mapping) else {}
+
+
+class _Steps:
+    """Ascending steps, and the cells in which they are."""
+
+    def __init__(self, steps: npt.NDArray[np.int64], width: int) -> None:
+        self.steps, self.width = steps, width
+        indices = steps // width
+        self.starts = np.flatnonzero(np.diff(indices, prepend=-1))
+        self.counts = np.diff(self.starts, append=len(steps))
+        self.cells = indices[self.starts]
+        self.size = int(indices[-1]) + 1
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> "_Steps":
+        """Return those that are chosen, of which there is one."""
+        return _Steps(self.steps[chosen], self.width)
 
 
 class _Cells:
@@ -77,13 +104,14 @@ class _Cells:
             self.low = np.concatenate([self.low, np.full(more, np.inf)])
             self.high = np.concatenate([self.high, np.full(more, -np.inf)])
 
-    def add(self, cells: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
-        """Add values, one a cell's index."""
-        self.fit(int(cells.max()) + 1)
-        np.add.at(self.count, cells, 1)
-        np.add.at(self.sum, cells, values)
-        np.minimum.at(self.low, cells, values)
-        np.maximum.at(self.high, cells, values)
+    def add(self, steps: "_Steps", values: npt.NDArray[np.float64]) -> None:
+        """Add a value a step."""
+        self.fit(steps.size)
+        found, starts = steps.cells, steps.starts
+        self.count[found] += steps.counts
+        self.sum[found] += np.add.reduceat(values, starts)
+        self.low[found] = np.minimum(self.low[found], np.minimum.reduceat(values, starts))
+        self.high[found] = np.maximum(self.high[found], np.maximum.reduceat(values, starts))
 
     def forget(self, cell: int) -> None:
         """Empty the cells from `cell` on."""
@@ -96,6 +124,49 @@ class _Cells:
         self.low, self.high = np.minimum.reduceat(self.low, starts), np.maximum.reduceat(self.high, starts)
 
 
+class _Shape:
+    """Rows of steps that have the same metrics, as most rows of a file have: their numbers wait in one table."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        """`row` is one of them."""
+        self.evaluations = [name for name in row if name.startswith("eval/")]
+        own = [name not in ("step", "time", *self.evaluations) for name in row]
+        self._are_numbers = [is_own and type(row[name]) in _NUMBERS for name, is_own in zip(row, own, strict=True)]
+        self._names = list(compress(row, self._are_numbers))
+        pairs = zip(row, own, self._are_numbers, strict=True)
+        self._others = [name for name, is_own, is_number in pairs if is_own and not is_number]
+        self._steps, self._numbers = array("q"), array("d")
+        self._single: dict[str, tuple[list[int], list[float]]] = {}
+        """What is no number in other rows."""
+
+    def add(self, step: int, row: Mapping[str, Any]) -> None:
+        """Take a row."""
+        singles = self._others
+        try:
+            if not _NUMBERS.issuperset(map(type, compress(row.values(), self._are_numbers))):
+                raise OverflowError
+            self._numbers += array("d", compress(row.values(), self._are_numbers))
+            self._steps.append(step)
+        except OverflowError:  # text among them, or an integer that no float holds
+            singles = [*self._names, *self._others]
+        for name in singles:
+            if (number := number_of(row[name])) is not None:
+                steps, values = self._single.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(number)
+
+    def pending(self) -> Iterator[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
+        """Yield each metric with steps, which ascend, and values, and begin anew."""
+        if self._steps:
+            steps = np.array(self._steps, np.int64)
+            columns = np.ascontiguousarray(np.array(self._numbers).reshape(len(steps), -1).T)
+            for name, column in zip(self._names, columns, strict=True):
+                yield name, steps, column
+        for name, (own, values) in self._single.items():
+            yield name, np.array(own, np.int64), np.array(values)
+        self._steps, self._numbers, self._single = array("q"), array("d"), {}
+
+
 class Curves:
     """All metrics of one file by step, as they stand after restarts: a step that was done again replaces what an
     earlier attempt had written of it and of later ones."""
@@ -105,7 +176,7 @@ class Curves:
         self._max_cells = max_cells
         self._width = 1
         self._cells: dict[str, _Cells] = {}
-        self._pending: dict[str, tuple[list[int], list[float]]] = {}
+        self._shapes: dict[tuple[str, ...], _Shape] = {}
         self._num_pending = 0
         self.last_step = 0
         self.num_rows = 0
@@ -119,26 +190,29 @@ class Curves:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MAX_STEP:
             return
         self.num_rows += 1
-        is_step = any(key in row for key in STEP_KEYS)
-        if is_step:
+        names = tuple(row)
+        if (shape := self._shapes.get(names)) is None:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self.flush()
+                self._shapes.clear()
+            shape = self._shapes[names] = _Shape(row)
+        if any(key in row for key in STEP_KEYS):
             if step <= self.last_step:
                 self._forget(step)
             self.last_step = step
-        for key, value in row.items():
-            number = None if key in ("step", "time") else number_of(value)
-            if number is None:
-                continue
-            if not math.isfinite(number):
-                self.faults.not_finite[key] = self.faults.not_finite.get(key, 0) + 1
-            elif key.startswith("eval/"):
+            shape.add(step, row)
+            self._num_pending += 1
+            if self._num_pending >= _PENDING:
+                self.flush()
+        for key in shape.evaluations:
+            number = number_of(row[key])
+            if number is not None and math.isfinite(number):
                 self._point(key, step, number)
-            elif is_step:
-                steps, values = self._pending.setdefault(key, ([], []))
-                steps.append(step)
-                values.append(number)
-        self._num_pending += 1
-        if self._num_pending >= _PENDING:
-            self._flush()
+            elif number is not None:
+                self._count_not_finite(key, 1)
+
+    def _count_not_finite(self, key: str, count: int) -> None:
+        self.faults.not_finite[key] = self.faults.not_finite.get(key, 0) + count
 
     def _point(self, key: str, step: int, number: float) -> None:
         points = self.points.setdefault(key, {})
@@ -146,26 +220,38 @@ class Curves:
         if len(points) > self._max_cells:  # every second one
             self.points[key] = dict(list(points.items())[::2])
 
-    def _flush(self) -> None:
-        top = max((max(steps) for steps, _ in self._pending.values()), default=0)
+    def flush(self) -> None:
+        """Add the rows that wait: before `faults` and `points` are read."""
         factor = 1
-        while top // (self._width * factor) >= self._max_cells:
+        while self._num_pending and self.last_step // (self._width * factor) >= self._max_cells:
             factor *= 2
         if factor > 1:
             self._width *= factor
             for cells in self._cells.values():
                 cells.merge(factor)
-        for key, (steps, values) in self._pending.items():
-            if key not in self._cells and len(self._cells) >= MAX_CURVES:
-                self.faults.left_out.add(key)
-                continue
-            indices = np.asarray(steps, np.int64) // self._width
-            self._cells.setdefault(key, _Cells()).add(indices, np.asarray(values))
-        self._pending, self._num_pending = {}, 0
+        for shape in self._shapes.values():
+            known: _Steps | None = None
+            for key, steps, values in shape.pending():
+                if known is None or known.steps is not steps:
+                    known = _Steps(steps, self._width)
+                self._add_column(key, known, values)
+        self._num_pending = 0
+
+    def _add_column(self, key: str, steps: _Steps, values: npt.NDArray[np.float64]) -> None:
+        finite = np.isfinite(values)
+        if not finite.all():
+            self._count_not_finite(key, int((~finite).sum()))
+            if not finite.any():
+                return
+            steps, values = steps.only(finite), values[finite]
+        if key not in self._cells and len(self._cells) >= MAX_CURVES:
+            self.faults.left_out.add(key)
+        else:
+            self._cells.setdefault(key, _Cells()).add(steps, values)
 
     def _forget(self, step: int) -> None:
         """A later attempt does `step` again: what stood at it and above is no longer so."""
-        self._flush()
+        self.flush()
         for cells in self._cells.values():
             cells.forget(-(-step // self._width))
         for key, points in self.points.items():
@@ -173,7 +259,7 @@ class Curves:
 
     def last_values(self) -> dict[str, float]:
         """Return each metric's newest cell's mean."""
-        self._flush()
+        self.flush()
         found = {}
         for name, cells in self._cells.items():
             there = np.flatnonzero(cells.count)
@@ -188,7 +274,7 @@ class Curves:
             `steps`: first step of each point; `width`: steps a point; `mean`: metric -> values, None where there is
             none; `low`, `high`: likewise, of points that stand for several steps.
         """
-        self._flush()
+        self.flush()
         size = max((int(np.flatnonzero(c.count)[-1]) + 1 for c in self._cells.values() if c.count.any()), default=0)
         first = min((int(np.flatnonzero(c.count)[0]) for c in self._cells.values() if c.count.any()), default=0)
         factor = max(1, -(-(size - first) // most))

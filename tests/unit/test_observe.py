@@ -71,6 +71,22 @@ def test_metrics_round_trip_and_torn_line(tmp_path: Path) -> None:
     assert [row["step"] for row in tail.rows()] == [3]
 
 
+def test_half_a_surrogate_pair_is_read_as_it_was_written(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "samples.jsonl")
+    writer.log(1, completion="\ud83d")
+    writer.close()
+    assert [row["completion"] for row in read_metrics(tmp_path / "samples.jsonl")] == ["\ud83d"]
+
+
+def test_a_long_curve_is_drawn_with_its_peaks() -> None:
+    values = [0.0] * 100_000
+    values[54_321], values[54_322] = 9.0, -9.0
+    steps, shown = report.thinned(range(100_000), values)
+    assert len(steps) < 2100 and (steps[0], steps[-1]) == (0, 99_999) and steps == sorted(steps)
+    assert dict(zip(steps, shown, strict=True)).items() >= {54_321: 9.0, 54_322: -9.0}.items()
+    assert report.thinned([3, 5], [1.0, 2.0]) == ([3, 5], [1.0, 2.0]) and report.thinned([], []) == ([], [])
+
+
 FILLING = """
 import resource, sys
 from pathlib import Path

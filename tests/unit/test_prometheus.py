@@ -183,6 +183,19 @@ def test_words_of_another_version(word: dict[str, Any]) -> None:
     assert parsed(figures.text())
 
 
+def test_a_gauge_is_that_of_the_newest_row_that_has_it() -> None:
+    figures = Figures("demo")
+    for step, more in [(1, {"loss": 1.0, "kl": 4.0}), (2, {"loss": 2.0}), (3, {"kl": 5.0, "loss": 3.0}), (4, {})]:
+        figures.take_row("trainer", {"step": step, "time/step": 1.0, "num_tokens": 10, **more})
+        for number in range(100):  # more sets of metrics than are remembered
+            figures.take_row("orchestrator", {"step": step, f"env/e/{number}": step})
+    found = parsed(figures.text())
+    assert (value(found, "trainer_loss"), value(found, "trainer_kl_nats")) == (3.0, 5.0)
+    assert value(found, "trainer_tokens_total") == 40 and value(found, "env_metric", env="e", metric="7") == 4
+    figures.take_row("trainer", {"step": 5, "time/step": 1.0, "loss": 0.5})
+    assert value(parsed(figures.text()), "trainer_loss") == 0.5
+
+
 def test_metrics_by_the_thousand_are_bounded() -> None:
     figures = Figures("demo")
     figures.take_row("orchestrator", {"step": 1, **{f"env/e/{number}": number for number in range(10_000)}})

@@ -99,12 +99,15 @@ def test_a_step_that_cannot_be_is_left_out() -> None:
 
 
 def test_gaps_and_values_that_are_not_finite() -> None:
-    curves = Curves()
-    for step, value in [(1, 1.0), (2, "nan"), (3, math.inf), (4, None), (6, 2.0)]:
-        curves.add({"step": step, "time/step": 1.0, "loss": value})
-    table = curves.table(10)
-    assert table["mean"]["loss"] == [1, None, None, None, None, 2]
-    assert curves.faults.not_finite == {"loss": 2}
+    rows = [(1, 1.0), (2, "nan"), (3, math.inf), (4, None), (6, 2.0), (7, 4), (8, True), (9, 10**400)]
+    for first in range(len(rows)):  # whatever a metric is in the first row, it may be something else in the next one
+        curves = Curves()
+        for number, (_, value) in enumerate(rows[first:] + rows[:first]):
+            curves.add({"step": number, "time/step": 1.0, "loss": value})
+        table = curves.table(10)
+        means = table["mean"]["loss"][-first:] + table["mean"]["loss"][:-first] if first else table["mean"]["loss"]
+        assert means == [1, None, None, None, 2, 4, None, None]
+        assert curves.faults.not_finite == {"loss": 3}
 
 
 def test_memory_is_bounded_whatever_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

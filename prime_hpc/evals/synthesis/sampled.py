@@ -20,7 +20,7 @@ HANDED_ON = "handed_on"
 _LOOKED_AT = ("reward", "completion_tokens", "parsed", "digest")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sampled(Record):
     """One episode, with what it said."""
 

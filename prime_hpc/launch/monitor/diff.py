@@ -5,7 +5,7 @@ Reads `run.yaml`, `lock.json`, `attempts.jsonl` and `metrics/*.jsonl` of both.
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +119,16 @@ def run_figures(run: Path) -> dict[str, float | None]:
     trainer and engines, staleness; scores of an evaluation; attempts, hours, and the share of the time from the first
     start to the last end in which the trainer trained.
     """
-    trainer, rollouts = (_by_step(metrics_file(run, role), keys) for role, keys in _FIGURES.items())
+    evaluations: dict[str, dict[int, float]] = {}
+    trainer = _by_step(iterate_json(metrics_file(run, "trainer")), _FIGURES["trainer"])
+    last = trainer[-1]["step"] if trainer else None
+    rows = _watched(iterate_json(metrics_file(run, "orchestrator")), evaluations, last)
+    rollouts = _by_step(rows, _FIGURES["orchestrator"])
     figures: dict[str, float | None] = {"steps": float(len(trainer))}
     figures["reward (last step)"] = _last(rollouts, "reward/mean")
     figures["reward (mean of last 10)"] = _mean(values_of(rollouts[-10:], "reward/mean"))
     figures |= _scores(run)
-    figures |= _evaluations(run, trainer[-1]["step"] if trainer else None)
+    figures |= {f"held-out reward of {env} (last)": values[max(values)] for env, values in sorted(evaluations.items())}
     figures["loss (last step)"] = _last(trainer, "loss")
     figures["s/step (median)"] = _median(trainer[1:] or trainer, "time/step")  # the first waits for the start-up
     figures["trainer tokens/s (median)"] = _median(trainer, "tokens_per_s")
@@ -136,26 +140,31 @@ def run_figures(run: Path) -> dict[str, float | None]:
     return {key: value for key, value in figures.items() if value is not None}
 
 
-def _by_step(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of a metrics file that have the first of `keys`, as far as these, by ascending step: of a run that went back
-    to a checkpoint, those since then."""
-    rows: dict[int, dict[str, Any]] = {}
-    for row in iterate_json(path):
+def _by_step(rows: Iterable[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Those of a metrics file that have the first of `keys`, as far as these, by ascending step: of a run that went
+    back to a checkpoint, those since then."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows:
         if keys[0] in row:
-            while rows and next(reversed(rows)) >= row["step"]:
-                rows.popitem()
-            rows[row["step"]] = {key: row[key] for key in ("step", *keys) if key in row}
-    return list(rows.values())
+            while found and next(reversed(found)) >= row["step"]:
+                found.popitem()
+            found[row["step"]] = {key: row[key] for key in ("step", *keys) if key in row}
+    return list(found.values())
 
 
-def _evaluations(run: Path, last: int | None) -> dict[str, float | None]:
-    """Return the newest scores; none of a version that the run, of `last` steps, went back behind."""
-    rows: dict[str, dict[int, float]] = {}
-    for row in iterate_json(metrics_file(run, "orchestrator")):
-        for key, value in row.items() if last is None or row["step"] <= last else ():
-            if (env := evaluated(key)) and _is_number(value):
-                rows.setdefault(env, {})[row["step"]] = float(value)
-    return {f"held-out reward of {env} (last)": values[max(values)] for env, values in sorted(rows.items())}
+def _watched(
+    rows: Iterable[dict[str, Any]], scores: dict[str, dict[int, float]], last: int | None
+) -> Iterator[dict[str, Any]]:
+    """Hand rows of the orchestrator on, and note held-out rewards by environment and version; none of a version that
+    the run, of `last` steps, went back behind."""
+    known: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # most rows have the same metrics
+    for row in rows:
+        if (names := tuple(row)) not in known:
+            known[names] = [(key, env) for key in names if (env := evaluated(key))]
+        for key, env in known[names] if last is None or row["step"] <= last else ():
+            if _is_number(row[key]):
+                scores.setdefault(env, {})[row["step"]] = float(row[key])
+        yield row
 
 
 def _scores(run: Path) -> dict[str, float | None]:

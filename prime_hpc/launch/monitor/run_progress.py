@@ -10,7 +10,7 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.run_files import RUN_YAML, TINKER_URL
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
 from prime_hpc.observe.metric_files import metrics_file
-from prime_hpc.observe.metrics import STEP_KEYS, parse_row
+from prime_hpc.observe.metrics import READ_BYTES, STEP_KEYS, parse_row
 from prime_hpc.store.run_paths import list_steps
 
 _TAIL_BYTES = 96_000
@@ -88,7 +88,7 @@ def tail_json(path: Path, num_bytes: int) -> list[dict[str, Any]]:
 
 def iterate_json(path: Path) -> Iterator[dict[str, Any]]:
     """Yield those of the whole file, one at a time: all rows of a hundred thousand steps take gigabytes."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), path.open("rb", buffering=READ_BYTES) as file:
         yield from _with_step(file)
 
 

@@ -5,19 +5,23 @@ Rows of `metrics/*.jsonl` are taken as they come: what they say of a step adds u
 each attempt, as those of any process that is started again.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.observe.metrics import number_of
-from prime_hpc.supervisor.prometheus.families import FAMILIES, PREFIX, environments, target_of
+from prime_hpc.supervisor.prometheus.families import FAMILIES, PREFIX, Target, environments, target_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 Labels = tuple[str, ...]
+_Shape = tuple[str, tuple[str, ...]]
+"""A role and the metrics of a row: most rows of a file have the same ones."""
 ALREADY_COUNTED = ("env_worker_events_total",)
 """Counters whose rows tell the whole count, not what a step adds."""
 OUTCOMES = ("completed", "failed", "interrupted", "node_lost", "preempted", "requeued", "stopped")
@@ -26,6 +30,26 @@ _STEP_KEY = {"trainer": "time/step", "orchestrator": "reward/mean"}
 """Only a row with this one is that of a step; others are evaluations."""
 _MOST_SERIES = 2000
 """Of one family: environments' own metrics may be many."""
+_MOST_SHAPES = 64
+"""Of which anything is remembered."""
+
+
+@dataclass
+class _Targets:
+    """Places of a row's metrics: of those that are added to what is there, and of those that are set."""
+
+    added: list[tuple[str, Target]] = field(default_factory=list)
+    set: list[tuple[str, Target]] = field(default_factory=list)
+
+
+def _find_targets(role: str, metrics: tuple[str, ...]) -> _Targets:
+    found = _Targets()
+    envs = environments(metrics) if role == "orchestrator" else []
+    for metric in metrics:
+        if (target := target_of(role, metric, envs)) is not None:
+            is_set = FAMILIES[PREFIX + target.name].kind == "gauge" or target.name in ALREADY_COUNTED
+            (found.set if is_set else found.added).append((metric, target))
+    return found
 
 
 class Figures:
@@ -35,6 +59,9 @@ class Figures:
         """`run` is the label of every sample."""
         self._run = run
         self._values: dict[str, dict[Labels, float]] = {}
+        self._targets: dict[_Shape, _Targets] = {}
+        self._newest: dict[_Shape, Mapping[str, Any]] = {}
+        """Rows whose gauges are not set yet: those of a hundred thousand would be set for the last one's sake."""
         self._lock = Lock()
 
     def put(self, name: str, value: float | None, *labels: object) -> None:
@@ -59,22 +86,40 @@ class Figures:
 
     def take_row(self, role: str, row: Mapping[str, Any]) -> None:
         """Take a new row of `metrics/<role>.jsonl`."""
-        is_step = _STEP_KEY[role] in row
-        envs = environments(row) if role == "orchestrator" else []
+        shape = role, tuple(row)
         with self._lock:
-            if is_step:
+            if _STEP_KEY[role] in row:
                 self._add(f"{role}_steps_total", 1.0, ())
-            for metric, value in row.items():
-                target, number = target_of(role, metric, envs), number_of(value)
-                if target is None or number is None:
-                    continue
-                if FAMILIES[PREFIX + target.name].kind == "gauge" or target.name in ALREADY_COUNTED:
+                for metric, target in self._targets_of(shape).added:
+                    number = number_of(row[metric])
+                    if number is not None and 0 <= number < math.inf:
+                        self._add(target.name, number * target.scale, target.labels)
+            self._newest.pop(shape, None)
+            self._newest[shape] = row
+            if len(self._newest) > _MOST_SHAPES:
+                self._set_gauges()
+
+    def _targets_of(self, shape: _Shape) -> _Targets:
+        if len(self._targets) > _MOST_SHAPES:
+            self._targets.clear()
+        if shape not in self._targets:
+            self._targets[shape] = _find_targets(*shape)
+        return self._targets[shape]
+
+    def _set_gauges(self) -> None:
+        """Set what the newest rows say, the last one's last."""
+        for shape, row in self._newest.items():
+            for metric, target in self._targets_of(shape).set:
+                if (number := number_of(row[metric])) is not None:
                     self._put(target.name, number * target.scale, target.labels)
-                elif is_step and 0 <= number < float("inf"):
-                    self._add(target.name, number * target.scale, target.labels)
+        self._newest.clear()
 
     def _add(self, name: str, value: float, labels: Labels) -> None:
-        self._put(name, self._values.get(name, {}).get(labels, 0.0) + value, labels)
+        series = self._values.get(name, {})
+        if labels in series:
+            series[labels] += value
+        else:
+            self._put(name, value, labels)
 
     def take_word(self, word: Mapping[str, Any], kind: str) -> None:
         """Take the supervisor's own word, as it is in `status.json`."""
@@ -136,6 +181,7 @@ class Figures:
 
         self.put("run_collected_timestamp_seconds", time.time() if now is None else now)
         with self._lock:
+            self._set_gauges()
             metrics = [self._metric(name, series) for name, series in self._values.items() if series]
         return generate_latest(_Collected(metrics)).decode()
 
