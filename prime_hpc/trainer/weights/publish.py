@@ -258,10 +258,10 @@ class Publisher:
     def _aux_file_paths(self) -> dict[str, Content]:
         """config.json with the published dtype, the index, generation config, tokenizer, remote code, tensors that no
         step changes."""
-        config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
+        text = (self._source / "config.json").read_text(encoding="utf-8")
+        config = dict(self._policy.reward_config or json.loads(text))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
-        config |= self._policy.reward_config or {}
         found: dict[str, Content] = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
         if self._plan.is_indexed:
             found[INDEX] = json.dumps(self._plan.index(), indent=1).encode()
