@@ -253,6 +253,24 @@ def test_the_language_model_of_one_that_sees_becomes_a_reward_model(group: None,
     assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
 
 
+def test_a_tokenizer_without_a_padding_token_is_published_with_one(group: None, tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    stated = json.loads((source / "tokenizer_config.json").read_text())
+    del stated["pad_token"]
+    (source / "tokenizer_config.json").write_text(json.dumps(stated))
+    first = published(loaded(source), source, tmp_path / "run")
+    hf, tokenizer = AutoModelForSequenceClassification.from_pretrained(first), AutoTokenizer.from_pretrained(first)
+    assert tokenizer.pad_token == tokenizer.eos_token and tokenizer.pad_token_id == hf.config.pad_token_id
+    texts = ["say", "say yes or no"]
+    with torch.no_grad():
+        both = hf(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+        alone = [hf(**tokenizer(text, return_tensors="pt")).logits for text in texts]
+    torch.testing.assert_close(both, torch.cat(alone))
+    (source / "tokenizer_config.json").write_text(json.dumps(stated | {"eos_token": None}))
+    with pytest.raises(ValueError, match=r"has none of the special tokens.* state pad_token in its tokenizer_config"):
+        loaded(source)
+
+
 def make_seeing_gemma(folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(folder / "tokenizer"))
     text = tiny_config("gemma3", vocab_size=384, pad_token_id=tokenizer.pad_token_id).to_dict()

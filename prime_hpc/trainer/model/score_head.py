@@ -5,6 +5,7 @@ model's head, and reads it at the last token that is no padding; so does vLLM (`
 (Gemma 3, Qwen 3.5) the language model alone becomes one, which transformers and vLLM know without the rest.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -93,13 +94,34 @@ def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:
         tokenizer = load_tokenizer(str(source), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer in {source} ({error})") from error
+    if (pad := pad_of(tokenizer)) is None:
+        raise ValueError(
+            f"{source}: its tokenizer has none of the special tokens, so nobody could tell padding: state pad_token in "
+            "its tokenizer_config.json"
+        )
     whole = read_config(source)
     config = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
     # vLLM, which has no `Text` in the names of its language models, knows it by this one; transformers by model_type.
     kind = type(hf).__name__.replace("TextForSequenceClassification", "ForSequenceClassification")
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    own = {"architectures": [kind], "model_type": hf.config.model_type, "pad_token_id": pad_of(tokenizer)}
+    own = {"architectures": [kind], "model_type": hf.config.model_type, "pad_token_id": pad}
     return config | own | labels
+
+
+def padding_tokenizer(source: Path, pad: int) -> dict[str, bytes]:
+    """Return tokenizer_config.json with the padding token of a reward model's config.json where the tokenizer has none:
+    who scores several conversations at once could not fill up the shorter ones; {}: it has one, or is code of its own.
+    """
+    path = source / "tokenizer_config.json"
+    try:
+        tokenizer = load_tokenizer(str(source))
+        stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError):
+        return {}
+    if tokenizer.pad_token_id is not None:
+        return {}
+    own = {"pad_token": tokenizer.convert_ids_to_tokens(pad)}
+    return {path.name: (json.dumps(stated | own, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
 def head_seed(experiment: Experiment) -> int | None:

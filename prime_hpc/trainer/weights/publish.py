@@ -33,6 +33,7 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.lora import Adapters
 from prime_hpc.trainer.model.hf_checkpoint import local_box
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.model.score_head import padding_tokenizer
 from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.slow_ranks import SlowRanks
@@ -268,6 +269,8 @@ class Publisher:
         for path in sorted(self._source.iterdir()):
             if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
                 found[path.name] = path
+        if self._policy.reward_config:
+            found |= padding_tokenizer(self._source, self._policy.reward_config["pad_token_id"])
         found |= own_template(self._names)
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
