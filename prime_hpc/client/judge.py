@@ -10,7 +10,7 @@ from loguru import logger
 
 from prime_hpc.client.balance import Balance
 from prime_hpc.client.inference import InferenceClient
-from prime_hpc.client.keys import KEY_VARIABLES
+from prime_hpc.client.keys import KEY_VARIABLES, find_key
 from prime_hpc.config import Experiment
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging import sockets
@@ -25,8 +25,8 @@ URL, MODEL, KEY = VARIABLES = ("JUDGE_URL", "JUDGE_MODEL", "JUDGE_API_KEY")
 async def open_judge(
     stack: AsyncExitStack, experiment: Experiment, context: RoleContext, bus: BusClient, elsewhere: Sequence[str] = ()
 ) -> None:
-    """Set `VARIABLES` in this process's environment, before environments are opened, and wait until the judge answers;
-    nothing where the run starts no judge.
+    """Set `VARIABLES` in this process's environment, before environments are opened, and wait until the judge answers.
+    Where the run starts none: the key of a server that this user started on this machine, if `URL` names one.
 
     Args:
         stack: closes what is opened.
@@ -38,6 +38,8 @@ async def open_judge(
     """
     servers = experiment.judge_inference
     if servers is None or not context.judge_urls:
+        if URL in os.environ and KEY not in os.environ and (key := find_key(os.environ[URL])) is not None:
+            os.environ[KEY] = key
         return
     os.environ[KEY] = os.environ.get(KEY_VARIABLES["judge"], "")
     os.environ[MODEL] = servers.model

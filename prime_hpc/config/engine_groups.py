@@ -38,6 +38,13 @@ def engine_roles(experiment: Experiment) -> list[EngineRole]:
     return [role for role in ENGINE_ROLES if starts[role]]
 
 
+def trained_names(experiment: Experiment) -> dict[str, str]:
+    """Key -> name of the models that the trainer loads."""
+    kl = experiment.trainer.loss.kl if experiment.kind == "rl" else None
+    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
+    return {key: name for key, name in names.items() if name}
+
+
 def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
     """Return the experiment as a group of engines sees it: `model`, `inference`, `inference_gpu_ids` and
     `slurm.inference` are the group's own. The others have no adapter and record nothing of their routers; the teacher

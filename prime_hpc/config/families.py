@@ -98,6 +98,14 @@ STORED_AS: dict[str, dict[str, tuple[str, ...]]] = {
 calls the module, or the modules; () for those that are no plain linear map (`tests/unit/test_families.py` tries every
 family)."""
 
+_SCORED = """
+    arcee axk1 axk2 biogpt bloom deepseek_v2 deepseek_v3 diffllama doge exaone4 falcon gemma gemma2 gemma3_text glm
+    glm4 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj helium hunyuan_v1_dense hunyuan_v1_moe jamba jetmoe
+    llama minicpm3 minimax ministral ministral3 mistral mixtral mpt nemotron olmo olmo2 olmo3 openai-gpt opt persimmon
+    phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2"""
+SCORED = frozenset(_SCORED.split())
+"""model_type of language models, alone or within one that sees, of which transformers has reward models."""
+
 VISION = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
 """Families of which `model.vision` trains a model that sees images: causal language models, for which images are tokens
 among others."""
@@ -166,6 +174,15 @@ def with_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json; of a model that sees images those of its text part count."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else dict(config)
+
+
+def reward_problem(config: Mapping[str, Any]) -> str:
+    """Why there is no reward model of a config.json's family, as a sentence; empty: there is, or nobody knows."""
+    kind, text = str(config.get("model_type") or ""), config.get("text_config")
+    inner = str(text.get("model_type") or f"{kind}_text") if isinstance(text, Mapping) else kind
+    if inner in SCORED or not (family_of(config).known or kind in VISION):
+        return ""
+    return f"transformers has no reward models of model_type {inner} (none with a head for labels)"
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -254,8 +254,10 @@ def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> Non
         message = "asked by rewards, and this SFT plays no episodes: state orchestrator.eval, or leave it out"
     elif judge is not None and experiment.trainer.max_concurrent_runs > 1:
         message = (
-            "cannot be shared by the runs of trainer.max_concurrent_runs > 1: start `inference` with the judge's "
-            "model, and state slurm.env.JUDGE_URL"
+            "cannot be shared by the runs of trainer.max_concurrent_runs > 1: start it by hand, `prime-hpc inference "
+            f"--model.name {shlex.quote(judge.model)}`, leave this section out, and set JUDGE_URL=http://HOST:PORT/v1 "
+            f"and JUDGE_MODEL={shlex.quote(judge.model)} in the environment (of a job: slurm.env), and where it is on "
+            "another machine JUDGE_API_KEY, its inference.api_key"
         )
     elif judge is not None and "JUDGE_URL" in experiment.slurm.env:
         message = "starts a judge, and slurm.env.JUDGE_URL names one that runs: leave one of them out"

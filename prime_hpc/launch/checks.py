@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.engine_groups import MODELS, SECTIONS, engine_roles, served_by
+from prime_hpc.config.engine_groups import MODELS, SECTIONS, engine_roles, served_by, trained_names
 from prime_hpc.config.env_files import READERS, named_files, short_id
 from prime_hpc.config.families import STORED_AS
 from prime_hpc.config.sections.lora import DEFAULT_TARGETS, HEADS, last_names, matches, select_modules
@@ -24,6 +24,7 @@ from prime_hpc.evals.versions import ADAPTER_CONFIG
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.estimate.model_facts import read_model, stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
+from prime_hpc.launch.reward_models import reward_models
 from prime_hpc.launch.storage import WEIGHT_SUFFIXES, storage_problems
 from prime_hpc.runtime.device import planned_device
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
@@ -66,7 +67,7 @@ def check(
             for key, error in (unread_rows(experiment) if _samples(experiment, role) and not waits else ())
         ),
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
-        *reward_models(experiment),
+        *reward_models(experiment, role),
         *_teacher(experiment),
         *(_judge(experiment) if not waits else ()),
         *_compression(experiment),
@@ -113,13 +114,6 @@ def _model(experiment: Experiment, waits: bool) -> list[Problem]:
     return [*_context(folder, wanted, "model.name", stated), *adapter_problems(experiment)]
 
 
-def trained_names(experiment: Experiment) -> dict[str, str]:
-    """Key -> name of the models that the trainer loads."""
-    kl = experiment.trainer.loss.kl if experiment.kind == "rl" else None
-    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
-    return {key: name for key, name in names.items() if name}
-
-
 def trained_models(experiment: Experiment) -> list[Problem]:
     """Why the weights of a model that the trainer would load cannot be: broken off, quantised, of another format, not
     their config's."""
@@ -139,34 +133,6 @@ def trained_models(experiment: Experiment) -> list[Problem]:
         wrong += [stored.other_format(config.parent), stored.without_head(config.parent, tensors)] if whole else []
         problems += [Problem(message, key) for message in wrong if message]
     return problems
-
-
-def reward_models(experiment: Experiment) -> Iterator[Problem]:
-    """Yield models that score where replies are needed, and a judge of the other kind than its runner."""
-    names, teacher, section = trained_names(experiment), experiment.orchestrator.teacher, experiment.judge_inference
-    if experiment.kind == "rl" and teacher is not None and teacher.model is not None:
-        names |= {MODELS["teacher"]: teacher.model}
-    for key, name in ({} if experiment.trains_reward_model else names).items():
-        if stored.is_classifier(read_config(name) or {}):
-            yield Problem(
-                f"{name} is a reward model: it scores what it reads, and writes no reply. It serves rewards "
-                "(judge_inference.model, runner: pooling), and sft.preference.type = bradley_terry trains it further",
-                key,
-            )
-    if "judge" not in engine_roles(experiment) or section is None:
-        return
-    if section.vllm.keys() & {"hf_overrides", "convert", "model_class_overrides"}:  # vLLM makes another of it
-        return
-    judge = served_by(experiment, "judge").model.name
-    config, scores = read_config(judge) or {}, section.runner == "pooling"
-    kinds = [str(name) for name in config.get("architectures") or ()]
-    if scores and any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in kinds):
-        wrong = "a language model, which has no score: leave runner out, state judge_inference.vllm.convert"
-    elif not scores and stored.is_classifier(config):
-        wrong = "a reward model, which writes no reply: set runner = pooling"
-    else:
-        return
-    yield Problem(f"{judge} is {wrong}, or name another judge", "judge_inference.runner")
 
 
 def _folder(name: str, key: str, *, is_loaded: bool = True) -> list[Problem]:

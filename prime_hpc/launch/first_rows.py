@@ -145,16 +145,19 @@ def _wrong_prompt(env: EnvConfig) -> str | None:
     return None
 
 
-def columns_of(files: Any) -> set[str]:
-    """Return the columns of the first rows that `rows` would read; none where they cannot be had."""
+def columns_of(files: Any) -> tuple[set[str], bool]:
+    """Return the columns of the first rows that `rows` would read, none where they cannot be had; and whether no other
+    row is there."""
     with contextlib.suppress(ValueError):
         if (source := _source(files)) is not None:
             found = find_data(source)
+            is_one = len(found.files) == 1
             if found.kind == "parquet":
-                return set(first_columns(found, source) or ())
-            rows = (parse_line(line, path) for _, line, path in _rows(found, source))
-            return {name for row in rows if isinstance(row, dict) for name in row}
-    return set()
+                return set(first_columns(found, source) or ()), is_one
+            rows = [parse_line(line, path) for _, line, path in _rows(found, source)]
+            is_all = is_one and len(rows) < _ROWS and found.files[0].stat().st_size < _BYTES
+            return {name for row in rows if isinstance(row, dict) for name in row}, is_all
+    return set(), False
 
 
 def _source(files: Any) -> SFTSourceConfig | None:

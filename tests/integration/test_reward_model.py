@@ -1,6 +1,8 @@
 """A reward model trained on CPU in real trainer processes: exact resumes, ranks, what transformers and vLLM score."""
 
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from prime_hpc.envs.rows.reward_model import score
 from prime_hpc.store.run_paths import RunPaths
 from tests.integration.test_preference import HALF, STEPS, folder, go_on, rows_of, run
 from tests.integration.test_trainer import weights
+from tests.support.runs import background, free_port, wait_until
 
 __all__ = ["folder"]
 
 pytestmark = pytest.mark.slow
 BRADLEY_TERRY = {"type": "bradley_terry", "centering_weight": 0.01}
+KEY = "a-key-of-this-test"
 SHOWN = ("loss", "grad_norm", "rewards/chosen", "rewards/margins")
 
 
@@ -99,3 +104,33 @@ def test_ranks_that_split_matrices_train_the_same(folder: Path) -> None:
     assert_same(
         rows_of(one), rows_of(run(folder, "reward-tp", 2, preference=BRADLEY_TERRY, model=model, trainer=trainer))
     )
+
+
+@pytest.mark.exhaustive
+def test_a_server_by_hand_scores_as_transformers_does_and_writes_no_reply(
+    folder: Path, whole: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, version = free_port(), whole.weights_step(STEPS)
+    url = f"http://127.0.0.1:{port}/v1"
+    stated = ["--model.name", version, "--seq-len", "128", "--model.dtype", "float32", "--device", "cpu"]
+    stated += ["--inference.server.port", port, "--inference.api-key", KEY, "--output-dir", tmp_path / "out"]
+    for name, value in (("URL", url), ("MODEL", str(version)), ("API_KEY", KEY)):
+        monkeypatch.setenv(f"JUDGE_{name}", value)
+
+    def is_ready() -> bool:
+        return "is ready at" in (tmp_path / "log").read_text()
+
+    with background("inference", *stated, log=tmp_path / "log"):
+        wait_until(is_ready, 300, "a server")
+        held = [json.loads(line) for line in (folder / "held.jsonl").read_text(encoding="utf-8").splitlines()]
+        for side, expected in zip(("chosen", "rejected"), held_out_scores(folder, version), strict=True):
+            talks = [[("user", row["prompt"]), ("assistant", row[side])] for row in held]
+            scores = [score([{"role": role, "content": text} for role, text in talk]) for talk in talks]
+            assert sum(scores) / len(scores) == pytest.approx(expected, abs=1e-5)
+        request = urllib.request.Request(
+            f"{url}/chat/completions", b"{}", {"Authorization": f"Bearer {KEY}"}, method="POST"
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        said = json.load(refused.value)["error"]["message"]
+        assert refused.value.code == 400 and "is a reward model" in said and "POST /classify" in said

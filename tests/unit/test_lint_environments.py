@@ -238,6 +238,7 @@ def own(completion, level, *, scale=1.0, **kwargs): ...
 async def lists(completions, labels, level): ...
 def typed(completion, levle): ...
 def open_to_all(*args, **kwargs): ...
+class Judge: ...
 @functools.cache
 def decorated(anything): ...
 """
@@ -271,8 +272,12 @@ def test_reward_functions_are_read_without_importing_them(tmp_path: Path, monkey
     assert "broken.py cannot be read as Python" in said(f"{tmp_path}/broken.py:own")[0][1]
     for place in (str(own), "plain_rewards"):
         ((severity, message, _),) = said(f"{place}:typed")
-        assert severity == "warning" and message.startswith("reward 'typed' takes levle, which no reply has; there are")
+        assert severity == "error" and message.startswith("reward 'typed' takes levle, which no reply has; there are")
         assert "takes *args and **kwargs" in said(f"{place}:open_to_all")[0][1]
+        ((severity, message, _),) = said(f"{place}:Judge")
+        assert severity == "error" and message == "reward 'Judge' is a class, and is to be a function"
+    rows.write_text(rows.read_text() * 50)
+    assert [f[0] for f in said(f"{own}:typed")] == ["warning"], "a later row may have it"
     rows.unlink()
     assert said(f"{own}:typed") == [], "the rows are not there yet: nobody knows their columns"
 

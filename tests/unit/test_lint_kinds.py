@@ -44,6 +44,7 @@ KINDS = {
     ("effect_rules", TRAINING): "resumed",
     ("effect_rules", EVERY): "unused by_hand unknown_sampling",
     ("effect_rules", "eval"): "evaluated",
+    ("effect_rules", "sft"): "margins",
     ("sharing_rules", TRAINING): "shared_gpus sleeping",
     ("slurm_rules", EVERY): "placed renders partitions sizes resources handed_on values paths networks",
     ("container_rules", EVERY): "image paths packed_environment",

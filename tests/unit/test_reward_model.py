@@ -12,11 +12,18 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from prime_hpc.cli.verbs.run import export
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.families import REFUSED, SCORED
 from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.sft import PreferenceConfig, SFTConfig
@@ -24,10 +31,11 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig, TrainerConfig
 from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.evals.versions import Version, check_published
-from prime_hpc.launch.checks import reward_models
+from prime_hpc.inference.vllm.args import build_argv
 from prime_hpc.launch.estimate.model_facts import read_model
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint import lint
+from prime_hpc.launch.reward_models import reward_models
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.model.files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
@@ -45,10 +53,12 @@ from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.weights.publish import Publisher
 from tests.support.checkpoints import make_checkpoint
+from tests.support.every_family import tiny_config
 from tests.support.lora import adapters_of, fill_randomly
 from tests.support.tiny_checkpoints import make_checkpoint as make_model
 from tests.support.tiny_families import make_family
 from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_vision import make_vision_model
 
 CPU = torch.device("cpu")
 CONFIG = PreferenceConfig(type="bradley_terry", margin=0.3, label_smoothing=0.1, centering_weight=0.05)
@@ -210,9 +220,7 @@ def test_a_model_without_such_a_head_is_refused(group: None, tmp_path: Path) -> 
     source = make_tiny_model(tmp_path / "model")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_type": "granite"}))
-    with pytest.raises(
-        ValueError, match=r"model\.name = .*transformers has no granite of text alone with a head for labels"
-    ):
+    with pytest.raises(ValueError, match=r"model\.name = .*transformers has no granite with a head for labels"):
         loaded(source)
     labelled = dict(config) | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 2}
     (source / "config.json").write_text(json.dumps(labelled))
@@ -222,6 +230,74 @@ def test_a_model_without_such_a_head_is_refused(group: None, tmp_path: Path) -> 
         loaded(source)
     with pytest.raises(ValueError, match=r"no tokenizer in"):
         loaded(make_family(tmp_path / "bare", "llama"))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_the_language_model_of_one_that_sees_becomes_a_reward_model(group: None, tmp_path: Path, family: str) -> None:
+    source = make_seeing_gemma(tmp_path / "model") if family == "gemma3" else make_vision_model(tmp_path / "m", family)
+    policy = loaded(source)
+    first = published(policy, source, tmp_path / "run")
+    sides = [ids + 3 for ids in sides_of(2)]
+    batch = build_rank_batch([[0, 1, 2, 3]], sides, [np.arange(len(ids)) == len(ids) - 1 for ids in sides])
+    micro = step_of(policy).micro_batch(batch, 0)
+    with torch.no_grad(), policy.packing(micro):
+        mine, _ = policy(micro)
+    hf, found = AutoModelForSequenceClassification.from_pretrained(first, output_loading_info=True, dtype=torch.float32)
+    rows = pad_sequence([torch.from_numpy(ids.astype(np.int64)) for ids in sides], True, hf.config.pad_token_id)
+    with torch.no_grad():
+        theirs = hf.eval()(input_ids=rows, attention_mask=(rows != hf.config.pad_token_id).long()).logits[:, 0]
+    assert not any(found.values()) and hf.config.model_type == f"{family}_text"
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert not [name for name in stored_tensors(first) if "vi" in name]  # vision_tower, visual
+    second = published(loaded(first, seed=8), first, tmp_path / "again")
+    assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+
+
+def test_a_tokenizer_without_a_padding_token_is_published_with_one(group: None, tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    stated = json.loads((source / "tokenizer_config.json").read_text())
+    del stated["pad_token"]
+    (source / "tokenizer_config.json").write_text(json.dumps(stated))
+    first = published(loaded(source), source, tmp_path / "run")
+    hf, tokenizer = AutoModelForSequenceClassification.from_pretrained(first), AutoTokenizer.from_pretrained(first)
+    assert tokenizer.pad_token == tokenizer.eos_token and tokenizer.pad_token_id == hf.config.pad_token_id
+    texts = ["say", "say yes or no"]
+    with torch.no_grad():
+        both = hf(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+        alone = [hf(**tokenizer(text, return_tensors="pt")).logits for text in texts]
+    torch.testing.assert_close(both, torch.cat(alone))
+    (source / "tokenizer_config.json").write_text(json.dumps(stated | {"eos_token": None}))
+    with pytest.raises(ValueError, match=r"has none of the special tokens.* state pad_token in its tokenizer_config"):
+        loaded(source)
+
+
+def make_seeing_gemma(folder: Path) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(folder / "tokenizer"))
+    text = tiny_config("gemma3", vocab_size=384, pad_token_id=tokenizer.pad_token_id).to_dict()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = sizes | {"image_size": 32, "patch_size": 8}
+    sees: dict[str, Any] = {"vision_config": vision, "mm_tokens_per_image": 4, "image_token_id": 380}
+    config = Gemma3Config(text_config=text, **sees)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_families_without_reward_models_are_known_before_anything_starts(tmp_path: Path) -> None:
+    """A family with a head of another name (ctrl) is none."""
+    causal = set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(
+        REFUSED
+    )
+    assert causal - {"ctrl", "gemma3", "qwen3_5"} == SCORED  # these two's language models
+    for kind, refused in (("granite", True), ("qwen3", False), ("of_tomorrow", False)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+        found = list(reward_models(Experiment.model_validate(tree(str(folder)))))
+        assert [problem.key for problem in found] == ["model.name"] * refused
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": {}}))
+    (problem,) = reward_models(Experiment.model_validate(tree(str(folder))))
+    assert "transformers has no reward models of model_type qwen3_vl_text" in problem.message
 
 
 def tokenised(folder: Path, row: dict[str, Any]) -> Any:
@@ -292,6 +368,13 @@ def test_a_reward_model_replies_nowhere_and_a_judge_is_of_its_runners_kind(group
         (source, "generate", []),
     ):
         assert problems(**judged, judge_inference={"model": str(judge), "runner": runner}) == expected
+    by_hand = Experiment.model_validate({"model": {"name": str(reward)}, "inference": {}})
+    assert list(reward_models(by_hand, "inference")) == []
+    assert {"--runner", "pooling"} <= set(build_argv(by_hand, device="cpu", replica=0, port=0))
+    (problem,) = reward_models(
+        by_hand.model_copy(update={"inference": InferenceConfig(backend="transformers")}), "inference"
+    )
+    assert problem.key == "inference.backend" and "which vLLM alone serves" in problem.message
     embeds = {"model": str(source), "runner": "pooling", "vllm": {"convert": "embed"}}
     assert problems(**judged, judge_inference=embeds) == []
     config = json.loads((source / "config.json").read_text())
@@ -327,6 +410,16 @@ def test_a_version_is_whole_and_a_checkpoint_is_of_one_kind(tmp_path: Path, lora
         assert mismatches(same, checkpoint) == []
         (wrong,) = mismatches(other, checkpoint)
         assert wrong.startswith(f"it is of {then} model") and f"and this run trains {now} model" in wrong
+
+
+def test_a_margin_of_rows_that_the_loss_does_not_take_is_told() -> None:
+    def said(kind: str) -> list[str | None]:
+        values = tree("o/m", preference={"type": kind})
+        values["sft"]["data"]["columns"] = {"margin": "gap"}
+        found = lint(Experiment.model_validate(values), SiteConfig(name="here"))
+        return [one.key for one in found if one.code == "PH241"]
+
+    assert said("bradley_terry") == [] and said("dpo") == said("ipo") == said("hinge") == ["sft.data.columns"]
 
 
 def test_the_plan_counts_one_row_for_the_head(tmp_path: Path) -> None:

@@ -36,6 +36,19 @@ def wrong_call(name: str, signature: Signature, columns: Iterable[str]) -> str |
 def written_signature(tree: ast.Module, name: str) -> Signature | None:
     """Return the parameters of a module's function from its source; None where that does not tell: it is decorated, or
     the name is bound elsewhere too."""
+    function = _bound(tree, name)
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or function.decorator_list:
+        return None
+    return _signature(function.args) if function in tree.body else None
+
+
+def is_class(tree: ast.Module, name: str) -> bool:
+    """Return whether a name is a module's class, and bound nowhere else."""
+    return isinstance(_bound(tree, name), ast.ClassDef)
+
+
+def _bound(tree: ast.Module, name: str) -> ast.AST | None:
+    """Return the one place where a name is bound; None: there are several, or none."""
     found = [
         node
         for node in ast.walk(tree)
@@ -43,10 +56,7 @@ def written_signature(tree: ast.Module, name: str) -> Signature | None:
         or (isinstance(node, ast.alias) and node.asname == name)
         or (isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load))
     ]
-    function = found[0] if len(found) == 1 else None
-    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or function.decorator_list:
-        return None
-    return _signature(function.args) if function in tree.body else None
+    return found[0] if len(found) == 1 else None
 
 
 def _signature(args: ast.arguments) -> Signature:

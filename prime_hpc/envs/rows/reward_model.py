@@ -27,7 +27,9 @@ def score(messages: list[dict[str, Any]]) -> float:
         OSError: no answer until the deadline.
     """
     said = [{"role": message["role"], "content": message.get("content") or ""} for message in messages]
-    asked = {"model": os.environ["JUDGE_MODEL"], "messages": said, "use_activation": False}
+    asked: dict[str, Any] = {"messages": said, "use_activation": False}
+    if "JUDGE_MODEL" in os.environ:  # else the server's one model
+        asked["model"] = os.environ["JUDGE_MODEL"]
     request = urllib.request.Request(
         os.environ["JUDGE_URL"].rstrip("/").removesuffix("/v1") + "/classify",
         json.dumps(asked).encode(),

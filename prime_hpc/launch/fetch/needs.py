@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.engine_groups import MODELS, engine_roles, served_by
+from prime_hpc.config.engine_groups import MODELS, engine_roles, served_by, trained_names
 from prime_hpc.config.env_files import ROWS, named_files, short_id
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.benchmarks.registry import find_benchmark
 from prime_hpc.envs.env_config import BUNDLED
-from prime_hpc.launch.checks import is_installed, key_of_id, stated_environments, taskset_module, trained_names
+from prime_hpc.launch.checks import is_installed, key_of_id, stated_environments, taskset_module
 from prime_hpc.launch.fetch.named_datasets import datasets_named_in
 from prime_hpc.store.model.config import is_local_path
 

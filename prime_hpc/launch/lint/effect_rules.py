@@ -12,6 +12,7 @@ from prime_hpc.config.engine_groups import SECTIONS, engine_roles
 from prime_hpc.config.experiment import ALONE
 from prime_hpc.config.sections.inference import ENGINE_GPU_IDS
 from prime_hpc.config.sections.sampling import CHANGES, HARMLESS
+from prime_hpc.config.sections.sft import MARGIN
 from prime_hpc.evals.versions import adapter_rank, check_published, find_versions
 from prime_hpc.inference.backend import stated_samplings
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
@@ -165,6 +166,17 @@ def _is_stated(experiment: Experiment, key: str) -> bool:
     for name in above:
         section = section[int(name)] if name.isdecimal() else getattr(section, name)
     return bool(getattr(section, last) != type(section).model_fields[last].get_default(call_default_factory=True))
+
+
+@rule("sft")
+def margins(subject: Subject) -> Iterator[Finding]:
+    """Report margins of the rows' own under a loss that takes none."""
+    sft = subject.experiment.sft
+    for key, source in {"sft.data": sft.data, **sft.eval_sets}.items():
+        if MARGIN in source.columns and not subject.experiment.trains_reward_model:
+            said = "its margin has no effect here: margins of rows are for sft.preference.type = bradley_terry"
+            remedy = "leave it out; one margin for all pairs: sft.preference.margin, of dpo and bradley_terry"
+            yield Finding.warning("PH241", f"{key}.columns", said, remedy)
 
 
 @rule(*EVERY)

@@ -6,20 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.engine_groups import MODELS, sampling_role
+from prime_hpc.config.engine_groups import MODELS, sampling_role, trained_names
 from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_of, rotary_problem
-from prime_hpc.launch.checks import (
-    adapter_problems,
-    left_whole,
-    read_vocabulary,
-    reward_models,
-    trained_models,
-    trained_names,
-)
+from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models
 from prime_hpc.launch.estimate.engine_memory import engine_memory, vocab_fits
 from prime_hpc.launch.estimate.model_facts import ModelFacts
 from prime_hpc.launch.estimate.trainer_memory import trainer_gib
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Severity, Subject, rule
+from prime_hpc.launch.reward_models import reward_models
 from prime_hpc.store.model.config import SAVE_TOKENIZER, find_config, has_tokenizer, is_local_path, read_config
 
 REPLAY, DTYPE = "trainer.router_replay", "model.router_dtype"

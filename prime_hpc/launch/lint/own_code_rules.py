@@ -12,7 +12,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.env_files import own_rewards
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.envs.rows.reward_calls import written_signature, wrong_call
+from prime_hpc.envs.rows.reward_calls import is_class, written_signature, wrong_call
 from prime_hpc.launch.checks import starts_elsewhere, stated_environments
 from prime_hpc.launch.first_rows import columns_of
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Severity, Subject, rule
@@ -130,17 +130,25 @@ def rewards(subject: Subject) -> Iterator[Finding]:
                 remedy = "mend the name, or the file" if is_file else _REMEDY
                 said = f"reward {name!r} cannot be imported: {lack}"
                 yield Finding("PH233", severity, f"{key}.args.reward", said, remedy)
-            elif (wrong := _wrong_call(place, name, env)) is not None:
-                yield Finding.warning(
-                    "PH233", f"{key}.args.reward", wrong, "rename the parameter, or give it a default"
-                )
+            else:
+                for level, wrong, remedy in _wrong_call(place, name, env):
+                    severity = "warning" if elsewhere else level
+                    yield Finding("PH233", severity, f"{key}.args.reward", wrong, remedy)
 
 
-def _wrong_call(place: str, name: str, env: EnvConfig) -> str | None:
-    """Say that a reward function takes what no reply has, as far as its source and the first rows tell."""
-    read, columns = _read(place), columns_of(env.args.get("files"))
-    signature = written_signature(read[1], name) if isinstance(read, tuple) and columns else None
-    return None if signature is None else wrong_call(name, signature, columns)
+def _wrong_call(place: str, name: str, env: EnvConfig) -> Iterator[tuple[Severity, str, str]]:
+    """Yield how certain it is that a reward cannot be called, why, and what to do: it is a class, or takes what no
+    reply has, as far as its source and the first rows tell."""
+    read = _read(place)
+    if not isinstance(read, tuple):
+        return
+    if is_class(read[1], name):
+        yield "error", f"reward {name!r} is a class, and is to be a function", "name a function, which may make one"
+        return
+    columns, is_all = columns_of(env.args.get("files"))
+    signature = written_signature(read[1], name) if columns else None
+    if signature is not None and (wrong := wrong_call(name, signature, columns)):
+        yield "error" if is_all else "warning", wrong, "rename the parameter, or give it a default"
 
 
 @rule(*EVERY)

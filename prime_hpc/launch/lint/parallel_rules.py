@@ -7,8 +7,8 @@ refuses once more what is seen here, for models whose config.json the login node
 from collections.abc import Iterator
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.engine_groups import trained_names
 from prime_hpc.config.families import OWN_EXPERTS, count_experts, family_of
-from prime_hpc.launch.checks import trained_names
 from prime_hpc.launch.lint.lint_finding import TRAINING, Finding, Subject, rule
 from prime_hpc.store.model.config import read_config
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.engine_groups import trained_names
 from prime_hpc.config.env_files import named_files, short_id
 from prime_hpc.config.families import vision_problem
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.envs.rows.reading import as_messages, prompt_column
-from prime_hpc.launch.checks import key_of_id, stated_environments, trained_names
+from prime_hpc.launch.checks import key_of_id, stated_environments
 from prime_hpc.launch.lint.lint_finding import EVERY, TRAINING, Finding, Subject, rule
 from prime_hpc.store.dataset.files import find_data, first_row
 from prime_hpc.store.dataset.row_images import IMAGE_HERE, image_parts, other_media

@@ -57,6 +57,8 @@ class StoredTensor:
     dtype: str
     """As the format writes it: F32, BF16, I64, F8_E4M3, ..."""
     shape: tuple[int, ...]
+    name: str | None = None
+    """In the file, where it is known by another."""
 
 
 def _weight_map(folder: Path) -> dict[str, Path] | None:

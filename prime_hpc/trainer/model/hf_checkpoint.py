@@ -46,15 +46,15 @@ def read_tensors(tensors: Mapping[str, torch.Tensor], weights: WeightMap) -> Non
     for path, wanted in by_file.items():
         with safe_open(path, framework="pt") as handle:
             for piece, tensor in wanted:
-                _read(handle, piece, tensor)
+                _read(handle, weights.stored[piece.name].name or piece.name, piece, tensor)
 
 
-def _read(handle: Any, piece: Piece, tensor: torch.Tensor) -> None:
+def _read(handle: Any, name: str, piece: Piece, tensor: torch.Tensor) -> None:
     box = local_box(tensor)
     part = piece.within(box)
     if part is None:
         return
-    stored = handle.get_slice(piece.name)
+    stored = handle.get_slice(name)
     values = stored[tuple(slice(*ends) for ends in part.stored)] if part.stored else stored[...]
     local(tensor)[inside(part.model, box)].copy_(part.to_model(values))
 

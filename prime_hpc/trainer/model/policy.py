@@ -51,7 +51,7 @@ class Policy(nn.Module):
     """Sources of its tensors in the checkpoint that they come from, and how they are published."""
 
     reward_config: dict[str, Any] | None = None
-    """Of a reward model (`score_head`): what config.json says of its head."""
+    """Of a reward model (`score_head`): its config.json."""
 
     def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel, *, single_rows: bool = False) -> None:
         super().__init__()

@@ -1,10 +1,14 @@
 """The scalar head of a reward model: where it comes from, how it begins, what config.json says of it.
 
 transformers' `*ForSequenceClassification` of one label has `score.weight` [1, hidden] in the place of the language
-model's head, and reads it at the last token that is no padding; so does vLLM (`runner: pooling`).
+model's head, and reads it at the last token that is no padding; so does vLLM (`runner: pooling`). Of a model that sees
+(Gemma 3, Qwen 3.5) the language model alone becomes one, which transformers and vLLM know without the rest.
 """
 
+import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from torch import nn
 
 from prime_hpc.config import Experiment
-from prime_hpc.store.model.files import StoredTensor
+from prime_hpc.store.model.files import StoredTensor, read_config
 from prime_hpc.store.model.tokenizer import load_tokenizer, pad_of
 from prime_hpc.trainer.lora.linear import LoraLinear
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
@@ -22,21 +26,23 @@ SCORE = "score.weight"
 _NOWHERE = "a new head"
 _LM_HEADS = ("lm_head.", "embed_out.", "output_projection.")
 """Names of a language model's head, which a reward model has not: its weight, of some families a bias."""
+_WITHIN = re.compile(r"(model\.language_model|language_model\.model)\.")
+"""Beginnings of the names of a language model's tensors within a model that sees."""
 
 
 def config_of(hf_config: Any) -> Any:
-    """Return the config of the same model with one label. Raises ValueError: transformers has no such model, or none
-    whose head is `score`."""
+    """Return the config of a model's text part with one label. Raises ValueError: transformers has no such model, or
+    none whose head is `score`."""
     from transformers import AutoModelForSequenceClassification
 
-    is_nested = hf_config.get_text_config() is not hf_config  # among what sees or hears: where would labels stand?
-    if is_nested or type(hf_config) not in AutoModelForSequenceClassification._model_mapping:
+    text = hf_config.get_text_config()
+    if type(text) not in AutoModelForSequenceClassification._model_mapping:
         raise ValueError(
-            f"transformers has no {hf_config.model_type} of text alone with a head for labels "
-            "(AutoModelForSequenceClassification): there is no reward model of this family; begin with another one"
+            f"transformers has no {text.model_type} with a head for labels (AutoModelForSequenceClassification): there "
+            "is no reward model of this family; begin with another one"
         )
-    hf_config.num_labels = 1
-    return hf_config
+    text.num_labels = 1
+    return text
 
 
 def stored_with_score(stored: Mapping[str, StoredTensor], hf: Any, source: Path) -> dict[str, StoredTensor]:
@@ -46,10 +52,16 @@ def stored_with_score(stored: Mapping[str, StoredTensor], hf: Any, source: Path)
     if type(head) is not nn.Linear or head.bias is not None:
         raise ValueError(f"{type(hf).__name__} has no head `score` without a bias: no engine would serve it")
     vars(hf)["get_output_embeddings"] = lambda: hf.score  # what asks for the output head means this one
-    rest = {name: tensor for name, tensor in stored.items() if not name.startswith(_LM_HEADS)}
+    rest = {name: tensor for name, tensor in _of_text(stored).items() if not name.startswith(_LM_HEADS)}
     if SCORE in rest and rest[SCORE].shape[0] != 1:
         raise ValueError(f"{source} is a classifier of {rest[SCORE].shape[0]} labels, and a reward model has one")
     return {SCORE: StoredTensor(source / _NOWHERE, "F32", tuple(head.weight.shape)), **rest}
+
+
+def _of_text(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Return the tensors of the language model by the names that they have where it is alone."""
+    within = {n: replace(t, name=n) for n, t in stored.items() if _WITHIN.match(n) or n == SCORE}
+    return {_WITHIN.sub("model.", n): t for n, t in within.items()} if within.keys() - {SCORE} else stored
 
 
 def is_new(stored: Mapping[str, StoredTensor]) -> bool:
@@ -76,14 +88,40 @@ def weight_of(head: nn.Linear) -> torch.Tensor:
 
 
 def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the fields of config.json by which transformers and vLLM know a reward model.
+    """Return the config.json by which transformers and vLLM know a reward model.
     Raises ValueError: without a tokenizer, nobody knows what is padding."""
     try:
         tokenizer = load_tokenizer(str(source), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer in {source} ({error})") from error
+    if (pad := pad_of(tokenizer)) is None:
+        raise ValueError(
+            f"{source}: its tokenizer has none of the special tokens, so nobody could tell padding: state pad_token in "
+            "its tokenizer_config.json"
+        )
+    whole = read_config(source)
+    config = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
+    # vLLM, which has no `Text` in the names of its language models, knows it by this one; transformers by model_type.
+    kind = type(hf).__name__.replace("TextForSequenceClassification", "ForSequenceClassification")
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {"architectures": [type(hf).__name__], "pad_token_id": pad_of(tokenizer), **labels}
+    own = {"architectures": [kind], "model_type": hf.config.model_type, "pad_token_id": pad}
+    return config | own | labels
+
+
+def padding_tokenizer(source: Path, pad: int) -> dict[str, bytes]:
+    """Return tokenizer_config.json with the padding token of a reward model's config.json where the tokenizer has none:
+    who scores several conversations at once could not fill up the shorter ones; {}: it has one, or is code of its own.
+    """
+    path = source / "tokenizer_config.json"
+    try:
+        tokenizer = load_tokenizer(str(source))
+        stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError):
+        return {}
+    if tokenizer.pad_token_id is not None:
+        return {}
+    own = {"pad_token": tokenizer.convert_ids_to_tokens(pad)}
+    return {path.name: (json.dumps(stated | own, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
 def head_seed(experiment: Experiment) -> int | None:

@@ -33,6 +33,7 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.lora import Adapters
 from prime_hpc.trainer.model.hf_checkpoint import local_box
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.model.score_head import padding_tokenizer
 from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.slow_ranks import SlowRanks
@@ -258,16 +259,18 @@ class Publisher:
     def _aux_file_paths(self) -> dict[str, Content]:
         """config.json with the published dtype, the index, generation config, tokenizer, remote code, tensors that no
         step changes."""
-        config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
+        text = (self._source / "config.json").read_text(encoding="utf-8")
+        config = dict(self._policy.reward_config or json.loads(text))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
-        config |= self._policy.reward_config or {}
         found: dict[str, Content] = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
         if self._plan.is_indexed:
             found[INDEX] = json.dumps(self._plan.index(), indent=1).encode()
         for path in sorted(self._source.iterdir()):
             if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
                 found[path.name] = path
+        if self._policy.reward_config:
+            found |= padding_tokenizer(self._source, self._policy.reward_config["pad_token_id"])
         found |= own_template(self._names)
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
