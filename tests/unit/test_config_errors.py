@@ -177,7 +177,7 @@ def test_answers_to_other_names_are_true() -> None:
             "reinforce-plus-plus",
             "it is dr_grpo with orchestrator.advantage.scale = batch",
         ),
-        ("orchestrator.advantage.type", "gae", "there is no critic"),
+        ("orchestrator.advantage.type", "VAPO", "it is gae, with trainer.critic"),
         ("orchestrator.advantage.type", "normalize_then_sum", "it is gdpo, with orchestrator.advantage.scale = batch"),
     ],
 )

@@ -61,7 +61,8 @@ class AdvantageConfig(Section):
     """`grpo`: (r - mean) / std over the group; `gdpo`: the same of each reward function by
     itself, added up with their weights; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
     `opo`: r - mean weighted by length; `max_rl`: (r - mean) / mean; `rae`: r - a moving average of each role's
-    rewards in the environment; `reinforce` (`none`): r itself; `hierarchical_grpo`: each agent against its own kind;
+    rewards in the environment; `reinforce` (`none`): r itself; `gae`: by `trainer.critic`, of r at the last token,
+    without any group; `hierarchical_grpo`: each agent against its own kind;
     `grpo_shuffled`: a control, `grpo` of rewards dealt out at random within their group; `opd`, `opsd`: token by token
     log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was shown the task's
     answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`. Where an episode has

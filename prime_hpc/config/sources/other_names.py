@@ -38,7 +38,6 @@ _REWARDS = (
     "rewards are the environment's, <orchestrator.env>: `rows` takes reward functions of your own, as TRL and verl "
     "call them (its arguments `reward`, `weights`); else a verifiers package brings them"
 )
-_CRITIC = "there is no critic and no value model: advantages are those of a group, <orchestrator.advantage.type>"
 _SHARDED = "FSDP2 shards always: <trainer.parallel.dp_shard>, <trainer.parallel.dp_replicate>"
 _QUANTISED = "weights that train are not quantised: <model.lora>, <model.dtype>, <model.fp8>"
 
@@ -156,7 +155,27 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "top_entropy_quantile entropy_top_ratio high_entropy_ratio",
         "the share of tokens, those of the highest entropy, that train: <trainer.loss.top_entropy_quantile>",
     ),
-    ("gamma lam lambd critic value_clip cliprange_value critic_learning_rate critic_pretrain value_model", _CRITIC),
+    ("gamma", "the discount of a critic's values: <trainer.critic.gamma>"),
+    (
+        "lam lambd",
+        "lambda of the advantages: <trainer.critic.lam>; of what the critic learns: <trainer.critic.critic_lam>",
+    ),
+    ("critic_learning_rate critic_lr critic.optim.lr", "<trainer.critic.lr>"),
+    (
+        "critic critic_pretrain critic_load critic_name_or_path value_model value_model_path use_critic",
+        "a critic is on where its section is stated, <trainer.critic.warmup_steps> and others, with gae as "
+        "<orchestrator.advantage.type>; where its weights begin: <trainer.critic.name>",
+    ),
+    (
+        "critic_warmup num_critic_only_steps freezing_actor_steps",
+        "steps in which the critic alone learns: <trainer.critic.warmup_steps>",
+    ),
+    (
+        "value_clip cliprange_value vf_coef",
+        "leave it out: a step is one update, so that the values are the old ones and no clip binds; policy and critic "
+        "share no weights, so that each has a rate, <trainer.optim.lr> and <trainer.critic.lr>",
+    ),
+    ("whiten_advantages", "of a critic's: <trainer.critic.whiten>"),
     (
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min is_correction_level is_correction_mode "
