@@ -115,8 +115,9 @@ def _model(experiment: Experiment, waits: bool) -> list[Problem]:
 
 def trained_names(experiment: Experiment) -> dict[str, str]:
     """Key -> name of the models that the trainer loads."""
-    kl = experiment.trainer.loss.kl if experiment.kind == "rl" else None
-    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
+    is_rl, kl, critic = experiment.kind == "rl", experiment.trainer.loss.kl, experiment.trainer.critic
+    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl and is_rl else None}
+    names["trainer.critic.name"] = critic.name if critic and is_rl else None
     return {key: name for key, name in names.items() if name}
 
 
@@ -146,6 +147,7 @@ def reward_models(experiment: Experiment) -> Iterator[Problem]:
     names, teacher, section = trained_names(experiment), experiment.orchestrator.teacher, experiment.judge_inference
     if experiment.kind == "rl" and teacher is not None and teacher.model is not None:
         names |= {MODELS["teacher"]: teacher.model}
+    names.pop("trainer.critic.name", None)  # values are scores
     for key, name in ({} if experiment.trains_reward_model else names).items():
         if stored.is_classifier(read_config(name) or {}):
             yield Problem(

@@ -243,7 +243,7 @@ class Trainer:
             self.finish_saves()
             raise
         except torch.OutOfMemoryError as error:
-            held = held_bytes(self.train_step.policy, self.train_step.optimizer, self.device)
+            held = held_bytes(self.train_step, self.device)
             words = explain(error, self.experiment, held, peak_bytes(self.device, held), rank=self.rank, step=step)
             raise torch.OutOfMemoryError(words) from error
 
@@ -466,25 +466,27 @@ def _build_saver(
     source: Path,
     slow_ranks: SlowRanks,
 ) -> Saver:
-    config, policy, optimizer, critic = experiment.ckpt, train_step.policy, train_step.optimizer, train_step.critic
+    config, policy, critic = experiment.ckpt, train_step.policy, train_step.critic
+    others = {} if critic is None else {CRITIC: (critic.policy, critic.optimizer)}
     meta: dict[str, object] = {"model": experiment.model.name, "kind": experiment.kind, "scores": policy.scores}
     meta |= {"identity": model_identity(source), "optimizer": experiment.trainer.optim.state, "critic": bool(critic)}
     if policy.adapters is not None:
         meta["adapter"] = adapter_identity(policy.adapters.config, source)
     checkpointer = Checkpointer(
         policy,
-        optimizer,
+        train_step.optimizer,
         paths,
         incarnation=context.incarnation,
         meta=meta,
         config=config,
         slot=train_step.slot,
-        others={} if critic is None else {CRITIC: (critic.policy, critic.optimizer)},
+        others=others,
         extra={} if train_step.entropy is None else {"entropy_bonus": train_step.entropy.state},
     )
     schedule: SaveSchedule | None = None
     if dist.get_rank() == 0 and config is not None and config.interval == "auto":
-        trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        optimizers = [train_step.optimizer, *(each for _, each in others.values())]
+        trained = sum(p.numel() for each in optimizers for group in each.param_groups for p in group["params"])
         num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
         schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
     return Saver(

@@ -41,6 +41,9 @@ def _of_loss(experiment: Experiment) -> Iterator[Row]:
     if loss.entropy is not None:
         for key in ("delta", "max_coef"):
             yield f"trainer.loss.entropy.{key}", loss.entropy.target is not None, "trainer.loss.entropy.target"
+    if (critic := experiment.trainer.critic) is not None:
+        uses_lam = critic.length_adaptive_alpha is None
+        yield "trainer.critic.lam", uses_lam, "runs without trainer.critic.length_adaptive_alpha"
     if loss.correction is not None:
         yield "trainer.loss.correction.low", loss.correction.type == "mask", "trainer.loss.correction.type = mask"
 
@@ -68,6 +71,7 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
     for name in (
         "trainer.data.fake",
         "trainer.loss.type",
+        "trainer.critic",
         "trainer.loss.kl",
         "trainer.loss.correction",
         "trainer.loss.off_policy_mask",

@@ -14,9 +14,7 @@ from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel.tensor import local
 
 
-def load_critic(
-    experiment: Experiment, policy: Policy, device: torch.device, peak_flops: float = 1.0
-) -> CriticStep | None:
+def load_critic(experiment: Experiment, policy: Policy, device: torch.device) -> CriticStep | None:
     """Return the critic with its optimizer, or None where the config has none. Collective.
 
     A new head begins at 0: so do all values. One of a reward model stays as it is.
@@ -59,14 +57,16 @@ def load_critic(
     if dist.get_rank() == 0 and config.warmup_steps:
         logger.info(f"the critic learns alone up to step {config.warmup_steps}: weight versions stay what they are")
     trainer = experiment.trainer.for_critic
-    return CriticStep(
+    step = CriticStep(
         model,
         build_optimizer(model, trainer.optim),
         trainer,
         max_steps=experiment.max_steps,
         normalize="token",
         device=device,
-        peak_flops=peak_flops,
+        peak_flops=1.0,  # nobody asks this step for its throughput
         with_entropy=False,
         row_tokens=experiment.micro_batch_tokens,
     )
+    step.source = source
+    return step

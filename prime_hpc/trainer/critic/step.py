@@ -10,6 +10,7 @@ were; both models' gradients are in memory together.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ FORWARD = 4 / 3
 class CriticStep(TrainStep):
     """The critic, its optimizer, and its part of a train step."""
 
+    source: Path
+    """Directory of the model that it began with."""
     called, section = "the critic's ", "trainer.critic"
 
     @torch.no_grad()
