@@ -5,28 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from prime_hpc.config.sections.trainer import CriticConfig
 from prime_hpc.trainer.critic.gae import discounted_sums, estimate
-
-Array = NDArray[np.float64]
-
-
-def by_hand(config: CriticConfig, values: Array, rewards: Array) -> tuple[Array, Array]:
-    """Advantages and returns of one sequence, from its end to its beginning."""
-    n = len(values)
-    lam = config.lam
-    if config.length_adaptive_alpha is not None:
-        lam = max(0.0, 1 - 1 / (config.length_adaptive_alpha * n))
-    advantages, returns = np.zeros(n), np.zeros(n)
-    of_policy = of_critic = follows = 0.0
-    for t in reversed(range(n)):
-        delta = rewards[t] + config.gamma * follows - values[t]
-        of_policy = delta + config.gamma * lam * of_policy
-        of_critic = delta + config.gamma * config.critic_lam * of_critic
-        advantages[t], returns[t], follows = of_policy, values[t] + of_critic, values[t]
-    return advantages, returns
+from tests.proofs.reference_algorithms import gae
 
 
 @pytest.mark.parametrize(
@@ -49,7 +31,8 @@ def test_advantages_and_returns_are_those_of_the_sums_written_out(changes: dict[
     rewards = np.where(rng.random(len(sequence)) < 0.1, rng.standard_normal(len(sequence)), 0).astype(np.float32)
     found = estimate(config, *map(torch.from_numpy, (values, rewards, sequence)))
     parts = np.split(np.arange(len(sequence)), np.cumsum(lengths)[:-1])
-    expected = [by_hand(config, values[p].astype(np.float64), rewards[p].astype(np.float64)) for p in parts]
+    how = config.gamma, config.lam, config.critic_lam, config.length_adaptive_alpha
+    expected = [gae(values[p].tolist(), rewards[p].tolist(), *how) for p in parts]
     for mine, theirs in zip((found.advantages, found.returns), zip(*expected, strict=True), strict=True):
         assert mine.dtype == torch.float64
         np.testing.assert_allclose(mine.numpy(), np.concatenate(theirs), rtol=1e-12, atol=1e-12)
