@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.role_status import read_status
 from prime_hpc.store.run_paths import RunPaths
 from tests.integration.test_trainer import assert_done, full_batch, run_trainer, weights, write_run
-from tests.integration.test_trainer_objectives import write_batches
+from tests.integration.test_trainer_objectives import replay, write_batches
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -46,13 +47,19 @@ def tree(critic: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return own | changes
 
 
-def run(folder: Path, model: Path, num_ranks: int = 1, steps: int = STEPS, **changes: Any) -> RunPaths:
+def written(folder: Path, model: Path, num_ranks: int = 1, **changes: Any) -> RunPaths:
+    """A run with its batches."""
     parallel = changes.pop("parallel", {})
     own = tree(changes.pop("critic", {}), num_ranks=num_ranks, parallel=parallel)
     advantage = {"sampling": {"max_tokens": 16}, "advantage": {"type": "gae"}}
-    paths = write_run(folder, model, max_steps=steps, trainer=own, orchestrator=advantage, **changes)
+    paths = write_run(folder, model, max_steps=STEPS, trainer=own, orchestrator=advantage, **changes)
     parts = num_ranks // (parallel.get("cp", 1) * parallel.get("tp", 1))
     write_batches(paths, range(1, STEPS + 1), parts, token_rewards)
+    return paths
+
+
+def run(folder: Path, model: Path, num_ranks: int = 1, **changes: Any) -> RunPaths:
+    paths = written(folder, model, num_ranks, **changes)
     assert_done(run_trainer(paths, num_ranks), paths)
     return paths
 
@@ -72,23 +79,36 @@ def test_the_critic_learns_what_rewards_come(whole: RunPaths) -> None:
     assert rows[0]["critic/lr"] == CRITIC["lr"]
 
 
-def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path, model: Path, whole: RunPaths) -> None:
-    own = tree({})
-    later = write_run(
-        tmp_path / "later",
-        model,
-        max_steps=STEPS,
-        trainer=own,
-        ckpt={},
-        orchestrator={"sampling": {"max_tokens": 16}, "advantage": {"type": "gae"}},
-    )
-    write_batches(later, range(1, STEPS + 1), 1, token_rewards)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_resumed_run_is_the_same(tmp_path: Path, model: Path, whole: RunPaths, num_ranks: int) -> None:
+    later = written(tmp_path / "later", model, num_ranks, ckpt={})
     shutil.copytree(whole.checkpoint_step(2), later.checkpoint_step(2))
-    assert_done(run_trainer(later, PRIMEHPC_RESUME_STEP="2"), later)
+    assert_done(run_trainer(later, num_ranks, PRIMEHPC_RESUME_STEP="2"), later)
     mine, theirs = (read_metrics(paths.metrics("trainer"))[-1] for paths in (whole, later))
-    assert all(mine[key] == theirs[key] for key in SHOWN)
+    if num_ranks > 1:
+        assert all(theirs[key] == pytest.approx(mine[key], rel=2e-3, abs=1e-4) for key in SHOWN)
+        return
+    assert all(mine[key] == theirs[key] for key in SHOWN)  # to the last bit
     a, b = weights(whole, STEPS), weights(later, STEPS)
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_checkpoint_with_a_critic_is_none_of_a_run_without(tmp_path: Path, model: Path, whole: RunPaths) -> None:
+    plain = write_run(tmp_path / "plain", model, ckpt={})
+    write_batches(plain, range(1, STEPS + 1), 1, token_rewards)
+    shutil.copytree(whole.checkpoint_step(2), plain.checkpoint_step(2))
+    assert run_trainer(plain, PRIMEHPC_RESUME_STEP="2").returncode != 0
+    status = read_status(plain.logs(1, "trainer"))
+    assert status is not None and "it holds a critic, and this run has none" in status["error"]
+
+
+def test_a_refused_step_is_kept_with_its_critic(tmp_path: Path, model: Path) -> None:
+    # after its first step the critic's weights are finite, their squares are not
+    paths = written(tmp_path / "refused", model, critic={"lr": 1e30})
+    assert run_trainer(paths).returncode != 0
+    again = replay(paths.failed_step(2))
+    assert again.returncode == 1, again.stderr
+    assert "the critic's grad_norm = nan" in again.stdout and "lower trainer.critic.lr" in again.stdout
 
 
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"tp": 2}])

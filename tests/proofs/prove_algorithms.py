@@ -211,8 +211,8 @@ def gae_error(rng: np.random.Generator) -> float:
     assert tokens is not None
     for e, by_sample, row in zip(group, tokens, rows, strict=True):
         for sample, found in zip(e.result.samples, by_sample, strict=True):
-            rewards = [0.0] * (sample.num_loss_tokens - 1) + [row[sample.trace][1]]
-            worst = max(worst, _error(found[sample.loss_mask], np.array(rewards)) / SINGLE)
+            expected = [0.0] * (sample.num_loss_tokens - 1) + [row[sample.trace][1]]
+            worst = max(worst, _error(found[sample.loss_mask], np.array(expected)) / SINGLE)
             worst = max(worst, float(np.abs(found[~sample.loss_mask]).sum()))
     gamma, lam, critic_lam = rng.choice([0.0, 0.5, 0.95, 1.0], 3).tolist()
     alpha = float(rng.choice([0.05, 2.0])) if rng.integers(2) else None
@@ -221,11 +221,11 @@ def gae_error(rng: np.random.Generator) -> float:
     lengths = rng.integers(1, 70, 5)
     sequence = np.repeat(np.cumsum(rng.integers(1, 3, 5)), lengths)  # of some between them no token trains
     values, rewards = rng.standard_normal((2, len(sequence)))
-    found = estimate(config, *map(torch.from_numpy, (values, rewards, sequence)))
+    estimates = estimate(config, *map(torch.from_numpy, (values, rewards, sequence)))
     ends = np.cumsum(lengths)[:-1]
     parts = zip(np.split(values, ends), np.split(rewards, ends), strict=True)
     wanted = [reference.gae(v.tolist(), r.tolist(), gamma, lam, critic_lam, alpha) for v, r in parts]
-    for mine, theirs in zip((found.advantages, found.returns), zip(*wanted, strict=True), strict=True):
+    for mine, theirs in zip((estimates.advantages, estimates.returns), zip(*wanted, strict=True), strict=True):
         worst = max(worst, _error(mine.numpy(), np.concatenate(theirs)))
     return worst
 

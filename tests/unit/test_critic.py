@@ -127,7 +127,7 @@ def test_advantages_and_gradients_are_those_of_the_formulas(group: None, tmp_pat
 
     laid_out = step.lay_out(batch)
     change = step._changes(1, laid_out)
-    assert change is not None and step._learned is not None
+    assert change is not None
     found = []
     for i in range(laid_out.num_micro_batches):
         micro = change(i, step.micro_batch(laid_out, i))
@@ -136,7 +136,7 @@ def test_advantages_and_gradients_are_those_of_the_formulas(group: None, tmp_pat
     np.testing.assert_allclose(np.sort(torch.cat(found).numpy()), np.sort(whitened), rtol=1e-3, atol=1e-4)
     if layout != "a row a sample":  # where samples are dealt out anew
         np.testing.assert_allclose(torch.cat(found).numpy(), whitened, rtol=1e-3, atol=1e-4)
-    assert float(step._learned[2].totals["loss"]) == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert step._learned["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
     theirs = dict(hf.named_parameters())
     mine: dict[str, Any] = {n: p.grad.full_tensor().double() for n, p in step.critic.policy.hf.named_parameters()}
     assert mine.keys() == theirs.keys() and mine["score.weight"].abs().sum() > 0
@@ -168,6 +168,16 @@ def test_a_step_that_is_refused_changes_neither_model(group: None, tmp_path: Pat
     for old, new in zip(before, (weights_of(step), weights_of(step.critic)), strict=True):
         assert all(torch.equal(old[name], new[name]) for name in old)
     assert all(p.grad is None for each in (step, step.critic) for p in each.policy.parameters())
+
+
+def test_a_batch_without_a_target_changes_neither_model(group: None, tmp_path: Path) -> None:
+    step = step_of(experiment := experiment_of(make_tiny_model(tmp_path / "model")))
+    batch, before = batch_of([[0, 1], [2, 3, 4, 5]]), (weights_of(step), weights_of(step.critic))
+    nothing = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+    metrics = step.run(1, nothing, loss_of(experiment))
+    assert metrics["critic/loss"] == metrics["critic/return"] == metrics["critic/explained_variance"] == 0
+    for old, new in zip(before, (weights_of(step), weights_of(step.critic)), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
 
 
 def test_an_adapter_trains_beside_a_whole_critic_in_half_precision(group: None, tmp_path: Path) -> None:

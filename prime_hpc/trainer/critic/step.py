@@ -7,6 +7,7 @@ Both losses and gradients are looked at before either model changes, so that a s
 were; both models' gradients are in memory together.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,8 +26,8 @@ from prime_hpc.trainer.parallel.distribute import reshard_all
 from prime_hpc.trainer.token_log import Watch
 from prime_hpc.trainer.train_step import StepRefused, TrainStep
 
-SHOWN = ("loss", "grad_norm", "lr")
-"""Figures of the critic's own step that the log shows."""
+SHOWN = ("loss", "grad_norm", "lr", "value", "return", "explained_variance", "advantage_std")
+"""Figures of the critic's own step that the log shows, as `critic/NAME`."""
 FORWARD = 4 / 3
 """A step's FLOPs with one more forward pass, where forward and backward pass are 1."""
 
@@ -68,17 +69,15 @@ class CriticStep(TrainStep):
         dist.all_reduce(squares)
         return torch.stack([means, squares / count])
 
-    def learn(self, batch: RankBatch, facts: BatchFacts, found: list[Estimates]) -> LossStats:
-        """Accumulate the gradients of the loss of values. Collective."""
+    def learn(self, step: int, batch: RankBatch, found: list[Estimates]) -> dict[str, float]:
+        """Accumulate the gradients of the loss of values; returns the figures of a step that is not applied yet.
+        Collective. Raises NonFiniteError: its loss or gradient is not finite."""
 
         def with_returns(i: int, micro: MicroBatch) -> MicroBatch:
             return replace(micro, returns=found[i].returns.float())
 
-        return self.accumulate(batch, value_loss, facts, with_returns)[0]
-
-    def look(self, step: int, batch: RankBatch, facts: BatchFacts, stats: LossStats) -> dict[str, float]:
-        """Return the figures of a step that is not applied yet. Collective.
-        Raises NonFiniteError: its loss or gradient is not finite."""
+        facts = batch_facts(batch, step)
+        stats, _ = self.accumulate(batch, value_loss, facts, with_returns)
         metrics = self._reduce(step, facts, stats, 0)
         self._check_finite(step, batch, metrics)
         return metrics
@@ -95,7 +94,8 @@ class ActorCriticStep(TrainStep):
         assert self._config.critic is not None
         self.critic, self._how = critic, self._config.critic
         self._warms_up = False
-        self._learned: tuple[RankBatch, BatchFacts, LossStats, torch.Tensor] | None = None
+        self._learned: dict[str, float] = {}
+        """Figures of the critic's part of a step that is not applied yet."""
 
     def run(
         self, step: int, batch: RankBatch, objective: MicroBatchLoss, watch: Watch | None = None
@@ -103,7 +103,8 @@ class ActorCriticStep(TrainStep):
         """As of `TrainStep`, of both models."""
         try:
             return super().run(step, batch, objective, watch)
-        except StepRefused:
+        except StepRefused as error:
+            error.batch = batch  # whole, as it came
             self.optimizer.zero_grad()
             self.critic.optimizer.zero_grad()
             raise
@@ -115,8 +116,7 @@ class ActorCriticStep(TrainStep):
         plain = replace(batch, ce_weights=None)  # what is only to be predicted has no value
         found = self.critic.estimates(plain)
         moments = self.critic.moments(found)
-        facts = batch_facts(plain, step)
-        self._learned = plain, facts, self.critic.learn(plain, facts, found), moments
+        self._learned = self.critic.learn(step, plain, found) | _shown(moments)
         mean, deviation = moments[0, 0], (moments[1, 0] + WHITEN_EPS).sqrt()
 
         def with_advantages(i: int, micro: MicroBatch) -> MicroBatch:
@@ -145,14 +145,16 @@ class ActorCriticStep(TrainStep):
 
     def _apply(self, step: int, metrics: dict[str, float], *, trains: bool) -> None:
         """Update both models, the policy not while only the critic learns."""
-        assert self._learned is not None
-        batch, facts, stats, moments = self._learned
-        self._learned = None
-        own = self.critic.look(step, batch, facts, stats)
-        means, variances = moments.tolist()
+        own = self._learned
         metrics |= {f"critic/{name}": own[name] for name in SHOWN}
-        metrics |= {"critic/value": means[2], "critic/return": means[1], "critic/advantage_std": variances[0] ** 0.5}
-        metrics["critic/explained_variance"] = 1 - variances[3] / variances[1] if variances[1] > 0 else 0.0
         metrics["step_flops"] = (1 / 3 if self._warms_up else 1) * metrics["step_flops"] + FORWARD * own["step_flops"]
         super()._apply(step, metrics, trains=trains and not self._warms_up)
         self.critic._apply(step, own, trains=trains)
+
+
+def _shown(moments: torch.Tensor) -> dict[str, float]:
+    """Figures of `CriticStep.moments`, of before the update."""
+    means, variances = moments.tolist()
+    explained = 1 - variances[3] / variances[1] if variances[1] > 0 else 0.0
+    stated = {"value": means[2], "return": means[1], "explained_variance": explained}
+    return stated | {"advantage_std": math.sqrt(variances[0]) if variances[0] >= 0 else math.nan}
