@@ -192,6 +192,7 @@ def test_an_adapter_trains_beside_a_whole_critic_in_half_precision(group: None, 
     after = weights_of(step.critic)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert rows[-1]["critic/loss"] < 0.8 * rows[0]["critic/loss"] and rows[0]["grad_norm"] > 0
+    assert rows[-1]["critic/explained_variance"] > 0.5  # of the same batch
 
 
 def test_a_new_head_says_nothing_and_a_reward_models_is_kept(group: None, tmp_path: Path) -> None:
