@@ -34,7 +34,7 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class Estimates:
-    """What a micro-batch's values and rewards come to, each float64[N]."""
+    """The values of a micro-batch's N trained tokens and what they and the rewards come to, each float64[N]."""
 
     values: torch.Tensor
     advantages: torch.Tensor
