@@ -235,7 +235,7 @@ class CriticConfig(Section):
     """PPO's value model, trained beside the policy; advantages by generalized advantage estimation."""
 
     name: str | None = None
-    """Where its weights begin: a directory or hub name of the policy's vocabulary; a reward model's keeps its head.
+    """Directory or hub name of the model that it begins as, of the policy's vocabulary; a reward model keeps its head.
     Default: `model.name`, with a head whose values begin at 0."""
     lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
     """Its peak learning rate; the rest of the optimizer and the schedule are the policy's."""
