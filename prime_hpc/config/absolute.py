@@ -19,6 +19,9 @@ def from_the_root(experiment: Experiment) -> Experiment:
     loss = experiment.trainer.loss
     if loss.kl is not None:
         loss = loss.model_copy(update={"kl": loss.kl.model_copy(update=_absolute(loss.kl.model, "model"))})
+    critic = experiment.trainer.critic
+    if critic is not None:
+        critic = critic.model_copy(update=_absolute(critic.name, "name"))
     teacher = experiment.orchestrator.teacher
     if teacher is not None:
         teacher = teacher.model_copy(update=_absolute(teacher.model, "model"))
@@ -29,7 +32,7 @@ def from_the_root(experiment: Experiment) -> Experiment:
         update={
             "model": model,
             "judge_inference": judge,
-            "trainer": experiment.trainer.model_copy(update={"loss": loss}),
+            "trainer": experiment.trainer.model_copy(update={"loss": loss, "critic": critic}),
             "orchestrator": experiment.orchestrator.model_copy(update={"teacher": teacher}),
         }
     )

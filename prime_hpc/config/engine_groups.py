@@ -40,8 +40,9 @@ def engine_roles(experiment: Experiment) -> list[EngineRole]:
 
 def trained_names(experiment: Experiment) -> dict[str, str]:
     """Key -> name of the models that the trainer loads."""
-    kl = experiment.trainer.loss.kl if experiment.kind == "rl" else None
-    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
+    is_rl, kl, critic = experiment.kind == "rl", experiment.trainer.loss.kl, experiment.trainer.critic
+    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl and is_rl else None}
+    names["trainer.critic.name"] = critic.name if critic and is_rl else None
     return {key: name for key, name in names.items() if name}
 
 

@@ -72,7 +72,8 @@ def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
 
     Half of the score is the last name alone, so that `lr` finds `trainer.optim.lr`; a sibling wins a tie. A name that
     is merely somewhat alike is meant only where it is a sibling: `nope` is not `slurm.trainer.nodes`. A name that many
-    sections have is meant where one of the two sections is part of the other: `model.path` is not `sft.eval.path`.
+    sections have is meant where one of the two sections is part of the other, or ends as it does: `model.path` is not
+    `sft.eval.path`, `actor.optim.lr` is `trainer.optim.lr`.
     """
     from difflib import SequenceMatcher
 
@@ -89,6 +90,7 @@ def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
         if name.quick_ratio() < least or name.ratio() < least:
             continue
         is_part = parents <= (others := set(candidate_parent.split(".")) - {""}) or others <= parents
+        is_part = is_part or candidate_parent.rpartition(".")[2] == parent.rpartition(".")[2]
         if is_common and candidate_last == last and not is_part:
             continue
         whole.set_seq1(candidate)

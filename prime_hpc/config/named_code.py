@@ -75,6 +75,8 @@ class AlgorithmEntry:
     task's demonstration."""
     imitates: bool = False
     """`orchestrator.teacher` samples in the policy's place."""
+    critic: bool = False
+    """It gives tokens rewards, of which `trainer.critic` makes advantages."""
 
 
 _ADVANTAGES = "prime_hpc.orchestrator.algorithms"
@@ -90,6 +92,7 @@ ALGORITHMS = {
     "max_rl": AlgorithmEntry(f"{_ADVANTAGES}.max_rl:max_rl"),
     "rae": AlgorithmEntry(f"{_ADVANTAGES}.rae:RoleAdvantage", min_group=1),
     "reinforce": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),
+    "gae": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:TokenRewards", min_group=1, critic=True),
     "none": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),
     "hierarchical_grpo": AlgorithmEntry(f"{_ADVANTAGES}.hierarchical_grpo:HierarchicalGRPO", min_group=1),
     "opd": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", min_group=1, teacher="model"),

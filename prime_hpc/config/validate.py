@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import NO_ROOM, Experiment
+from prime_hpc.config.named_code import ALGORITHMS
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
 from prime_hpc.config.sections.base import Section
@@ -177,6 +178,7 @@ def _odd(experiment: Experiment) -> Iterator[tuple[str, str]]:
             if length is not None and length >= most:
                 key = f"{experiment.kind}.env.{i}.sampling.max_tokens"
                 yield key, f"{length} cannot fit inference.max_model_len ({most}) {NO_ROOM}"
+    yield from _of_critic(experiment) if experiment.kind == "rl" else ()
     for key, url in _addresses(experiment):
         if not _is_address(url):
             yield key, f"{masked(repr(url))} is no address of a server: write http://host:port/v1"
@@ -236,6 +238,37 @@ def _times_and_sizes(section: Section, above: str = "") -> Iterator[tuple[str, f
             for index, item in enumerate(value):
                 if isinstance(item, Section):
                     yield from _times_and_sizes(item, f"{above}{name}.{index}.")
+
+
+def _of_critic(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Yield what a critic cannot do, what would mislead it, and an algorithm that needs one."""
+    orchestrator, trainer = experiment.orchestrator, experiment.trainer
+    advantages = [orchestrator.advantage, *map(orchestrator.advantage_of, range(len(orchestrator.env)))]
+    types = dict.fromkeys(advantage.type for advantage in advantages if ":" not in advantage.type)
+    of_critic = [name for name in types if ALGORITHMS[name].critic]
+    if trainer.critic is None:
+        if of_critic:
+            message = "gives tokens rewards, of which a critic makes advantages: state trainer.critic too"
+            yield "orchestrator.advantage.type", f"{of_critic[0]} {message}"
+        return
+    if others := [name for name in types if name not in of_critic]:
+        message = f"makes advantages of tokens' rewards, and orchestrator.advantage.type = {others[0]} gives advantages"
+        yield "trainer.critic", f"{message}: state gae, in each environment, or leave trainer.critic out"
+    if orchestrator.advantage.scale != "none":
+        yield "orchestrator.advantage.scale", "gae gives rewards, and no advantages: trainer.critic.whiten scales those"
+    if orchestrator.advantage.zero == "drop":
+        yield "orchestrator.advantage.zero", "would hide rewards of 0 from the critic: leave it out"
+    if trainer.max_concurrent_runs > 1:
+        yield "trainer.critic", "cannot be shared by the runs of trainer.max_concurrent_runs > 1: leave one of them out"
+    if experiment.model.vision is not None:
+        yield "trainer.critic", "reads text alone: leave it or model.vision out"
+    if trainer.loss.covariance is not None:
+        yield "trainer.loss.covariance", "goes by the batch's advantages, that trainer.critic makes later: leave it out"
+    if trainer.loss.objective.imitates:
+        yield (
+            "trainer.critic",
+            f"is not used by trainer.loss.type = {trainer.loss.type}: state ppo_clip, or leave it out",
+        )
 
 
 def _check_servers(experiment: Experiment, provenance: dict[str, Origin]) -> None:

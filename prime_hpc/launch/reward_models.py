@@ -18,8 +18,9 @@ def reward_models(experiment: Experiment, role: str | None = None) -> Iterator[P
     names, teacher = trained_names(experiment), experiment.orchestrator.teacher
     if experiment.kind == "rl" and teacher is not None and teacher.model is not None:
         names |= {MODELS["teacher"]: teacher.model}
+    names.pop("trainer.critic.name", None)  # values are scores
     if experiment.trains_reward_model:
-        yield from _untrained(experiment)
+        yield from _unscored(experiment.model.name, "model.name")
     elif role == "inference":
         yield from _served(experiment)
     else:
@@ -31,14 +32,15 @@ def reward_models(experiment: Experiment, role: str | None = None) -> Iterator[P
                     "sft.preference.type = bradley_terry trains it further",
                     key,
                 )
+    if experiment.kind == "rl" and (critic := experiment.trainer.critic) is not None:
+        yield from _unscored(critic.name or experiment.model.name, "trainer.critic.name")
     yield from _judge(experiment)
 
 
-def _untrained(experiment: Experiment) -> Iterator[Problem]:
-    """Yield a model of a family of which transformers has no reward models."""
-    name = experiment.model.name
+def _unscored(name: str, key: str) -> Iterator[Problem]:
+    """Yield a model of a family of which transformers has none that score."""
     if problem := reward_problem(read_config(name) or {}):
-        yield Problem(f"{name}: {problem}; begin with another model", "model.name")
+        yield Problem(f"{name}: {problem}; begin with another model", key)
 
 
 def _served(experiment: Experiment) -> Iterator[Problem]:

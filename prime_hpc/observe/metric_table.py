@@ -83,6 +83,17 @@ TRAINER: dict[str, Family] = {
         of={"logps/chosen": "chosen", "logps/rejected": "rejected"},
     ),
     "trainer_part_loss": gauge("Parts of the loss by name.", "part", of={"echo_loss": "echo"}),
+    "trainer_critic_loss": gauge("Half the squared error of the critic's values.", of="critic/loss"),
+    "trainer_critic_gradient_norm": gauge("Norm of the critic's gradients before clipping.", of="critic/grad_norm"),
+    "trainer_critic_reward": gauge(
+        "Mean reward still to come at a token, as the critic has it and as it was.",
+        "rows",
+        of={"critic/value": "predicted", "critic/return": "returned"},
+    ),
+    "trainer_critic_explained_variance_ratio": gauge(
+        "Share of the returns' variance that the critic knew before it learned from them.",
+        of="critic/explained_variance",
+    ),
     "trainer_gradient_norm": gauge("Norm of the gradients before clipping.", of="grad_norm"),
     "trainer_learning_rate": gauge("Learning rate.", of="lr"),
     "trainer_reward": gauge("Mean reward of the batch as the trainer saw it.", of="reward"),

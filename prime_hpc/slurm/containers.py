@@ -86,8 +86,9 @@ def stated_paths(experiment: Experiment, site: SiteConfig, run_dir: Path) -> dic
         ckpt = experiment.ckpt
         named = {"path": ckpt.path, "staging_dir": ckpt.staging_dir, "resume_step": ckpt.resume_step}
         found |= {f"ckpt.{name}": value for name, value in named.items() if isinstance(value, Path)}
-    teacher, kl = experiment.orchestrator.teacher, experiment.trainer.loss.kl
+    teacher, kl, critic = experiment.orchestrator.teacher, experiment.trainer.loss.kl, experiment.trainer.critic
     models = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
+    models["trainer.critic.name"] = critic.name if critic else None
     models["orchestrator.teacher.model"] = teacher.model if teacher else None
     models["judge_inference.model"] = experiment.judge_inference.model if experiment.judge_inference else None
     for key, name in models.items():

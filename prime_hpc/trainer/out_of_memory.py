@@ -7,15 +7,18 @@ from torch.distributed.tensor import DTensor
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.memory_keys import advice
+from prime_hpc.trainer.train_step import TrainStep
 
 GIB = 2**30
 
 
-def held_bytes(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, float]:
-    """Bytes of a rank's shards on its device: `weights`, `gradients`, `optimizer`."""
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    parameters = {id(p): p for p in [*module.parameters(), *trained]}.values()
-    states = [value for state in optimizer.state.values() for value in state.values()]
+def held_bytes(train_step: TrainStep, device: torch.device) -> dict[str, float]:
+    """Bytes of a rank's shards on its device, also a critic's: `weights`, `gradients`, `optimizer`."""
+    steps = [step for step in (train_step, train_step.critic) if step is not None]
+    trained = [p for step in steps for group in step.optimizer.param_groups for p in group["params"]]
+    own = [p for step in steps for p in step.policy.parameters()]
+    parameters = {id(p): p for p in [*own, *trained]}.values()
+    states = [value for step in steps for state in step.optimizer.state.values() for value in state.values()]
     parts: dict[str, list[Any]] = {
         "weights": list(parameters),
         "gradients": [p.grad for p in parameters],

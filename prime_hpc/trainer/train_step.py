@@ -69,6 +69,11 @@ class MismatchError(StepRefused):
 class TrainStep:
     """Forward, backward, clip, update, measure: one optimizer step at a time."""
 
+    called, section = "", "trainer.optim"
+    """Words for its loss and gradient where they are not the policy's, and the section of its optimizer."""
+    critic: "TrainStep | None" = None
+    """Another model's step, which is a part of this one."""
+
     def __init__(
         self,
         policy: Policy,
@@ -152,22 +157,35 @@ class TrainStep:
         with self.timer("forward_backward", on_device=True), self.adapted():
             laid_out = self.lay_out(batch)
             watched = objective if watch is None else watch(laid_out, objective)
-            marks = self._marks(laid_out, step)
-            marked = (lambda i, micro: replace(micro, **{name: of[i] for name, of in marks.items()})) if marks else None
-            stats, num_shared = self.accumulate(laid_out, watched, facts, marked)
+            stats, num_shared = self.accumulate(laid_out, watched, facts, self._changes(step, laid_out))
         with self.timer("optim", on_device=True):
             metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)
             self._check_mismatch(step, batch, metrics)
-            if metrics["num_targets"] or "echo_loss" in stats.totals:
-                self._update(step, metrics)
-                if self.entropy is not None and metrics["num_targets"]:
-                    self.entropy.observe(metrics["entropy"])
-            else:
-                self.optimizer.zero_grad()
-                if dist.get_rank() == 0:
-                    logger.warning(f"step {step}: no token of the batch trains (every label is masked); weights stay")
+            trains = bool(metrics["num_targets"] or "echo_loss" in stats.totals)
+            if not trains and dist.get_rank() == 0:
+                logger.warning(f"step {step}: no token of the batch trains (every label is masked); weights stay")
+            self._apply(step, metrics, trains=trains)
         return metrics
+
+    def _changes(self, step: int, batch: RankBatch) -> Callable[[int, MicroBatch], MicroBatch] | None:
+        """Return what micro-batches are to be in this step, see `accumulate`. Collective."""
+        marks = self._marks(batch, step)
+
+        def marked(i: int, micro: MicroBatch) -> MicroBatch:
+            own: dict[str, Any] = {name: of[i] for name, of in marks.items()}
+            return replace(micro, **own)
+
+        return marked if marks else None
+
+    def _apply(self, step: int, metrics: dict[str, float], *, trains: bool) -> None:
+        """Update by the gradients that were accumulated, or drop them; the metrics are known to be finite."""
+        if not trains:
+            self.optimizer.zero_grad()
+            return
+        self._update(step, metrics)
+        if self.entropy is not None and metrics["num_targets"]:
+            self.entropy.observe(metrics["entropy"])
 
     def lay_out(self, batch: RankBatch) -> RankBatch:
         """Return the batch as the model takes it. With each sample in a row of its own, and where a batch was not
@@ -193,7 +211,7 @@ class TrainStep:
             pads=self.policy.pads_rows,
             stream=stream,
             image_inputs=self.policy.image_inputs,
-            scores=self.policy.scores,
+            scores=self.policy.scores and not self.policy.is_critic,
         )
 
     def adapted(self) -> AbstractContextManager[None]:
@@ -376,9 +394,9 @@ class TrainStep:
         if bad:
             self.optimizer.zero_grad()
             raise NonFiniteError(
-                f"step {step}: {' and '.join(f'{k} = {metrics[k]}' for k in bad)}; stopped before version {step} was "
-                f"made or published. Version {step - 1} is intact. Look at batch {step} (rewards, advantages), or "
-                "lower trainer.optim.lr or trainer.optim.max_norm",
+                f"step {step}: {' and '.join(f'{self.called}{k} = {metrics[k]}' for k in bad)}; stopped before version "
+                f"{step} was made or published. Version {step - 1} is intact. Look at batch {step} (rewards, "
+                f"advantages), or lower {self.section}.lr or trainer.optim.max_norm",
                 step,
                 batch,
             )

@@ -29,17 +29,19 @@ from prime_hpc.store.messaging.run_bus import Bus
 from prime_hpc.store.model.fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions, prune_weights
-from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
+from prime_hpc.trainer.checkpointing.checkpointer import CRITIC, Checkpointer
 from prime_hpc.trainer.checkpointing.resume import checkpoint_to_resume, go_back_by_hand
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule, build_schedule
 from prime_hpc.trainer.checkpointing.saver import Saver
+from prime_hpc.trainer.critic import ActorCriticStep, load_critic
 from prime_hpc.trainer.model.load_policy import compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.model.reference import load_reference
 from prime_hpc.trainer.model.score_head import head_seed
 from prime_hpc.trainer.objectives import MicroBatchLoss, normalization
 from prime_hpc.trainer.objectives.entropy import EntropyBonus
-from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
+from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.optim.schedule import check_schedule
 from prime_hpc.trainer.out_of_memory import explain, held_bytes, peak_bytes
 from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.perf import peak_flops
@@ -241,7 +243,7 @@ class Trainer:
             self.finish_saves()
             raise
         except torch.OutOfMemoryError as error:
-            held = held_bytes(self.train_step.policy, self.train_step.optimizer, self.device)
+            held = held_bytes(self.train_step, self.device)
             words = explain(error, self.experiment, held, peak_bytes(self.device, held), rank=self.rank, step=step)
             raise torch.OutOfMemoryError(words) from error
 
@@ -297,7 +299,7 @@ class Trainer:
         keys: tuple[str, ...] = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
         if self.experiment.kind == "rl":
             keys += ("reward", "ratio", "logprob_diff", "kl", "lag_mean", "lag_max", "time/wait")
-        keys += ("rewards/margins", "rewards/accuracies")
+        keys += ("rewards/margins", "rewards/accuracies", "critic/loss", "critic/explained_variance")
         shown = {k: values[k] for k in keys if k in values}
         self.status.beat(step=step, **shown)
         line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())
@@ -365,21 +367,14 @@ def build_trainer(
     return open_trainer(load_base(experiment, device), experiment, context, bus, status)
 
 
-def check_schedule(experiment: Experiment) -> None:
-    """Raise a ValueError for a learning-rate schedule that does not fit into the run."""
-    if (last := experiment.num_steps) is not None:
-        learning_rate_factor(experiment.trainer.scheduler, last, last)
-
-
 def open_trainer(
     base: Base, experiment: Experiment, context: RoleContext, bus: Bus, status: Status, slot: int = 0
 ) -> Trainer:
     """Everything around a loaded model. Collective where the objective needs another model.
     `slot`: adapter that it trains, with `model.lora`; it begins as the base model.
     Raises ValueError: an objective or optimizer that cannot work."""
-    rank, policy, many = dist.get_rank(), base.policy, bool(context.run)
+    rank, policy, slow_ranks, many = dist.get_rank(), base.policy, base.slow_ranks, bool(context.run)
     paths = RunPaths(context.run_dir, checkpoints_root=experiment.ckpt.path if experiment.ckpt else None)
-    slow_ranks = base.slow_ranks
     train_step = build_train_step(base, experiment, slot, slow_ranks)
     name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
     publisher = build_publisher(
@@ -438,7 +433,9 @@ def build_train_step(
     is_rl = experiment.kind == "rl"
     together = 1 if is_rl else experiment.sft.num_sides
     is_random = config.bench or config.data.fake is not None  # no engine sampled such batches
-    return TrainStep(
+    critic = load_critic(experiment, policy, base.device)
+    kind = TrainStep if critic is None else partial(ActorCriticStep, critic=critic)
+    return kind(
         policy,
         optimizer,
         config,
@@ -468,24 +465,27 @@ def _build_saver(
     source: Path,
     slow_ranks: SlowRanks,
 ) -> Saver:
-    config, policy, optimizer = experiment.ckpt, train_step.policy, train_step.optimizer
+    config, policy, critic = experiment.ckpt, train_step.policy, train_step.critic
+    others = {} if critic is None else {CRITIC: (critic.policy, critic.optimizer)}
     meta: dict[str, object] = {"model": experiment.model.name, "kind": experiment.kind, "scores": policy.scores}
-    meta |= {"identity": model_identity(source), "optimizer": experiment.trainer.optim.state}
+    meta |= {"identity": model_identity(source), "optimizer": experiment.trainer.optim.state, "critic": bool(critic)}
     if policy.adapters is not None:
         meta["adapter"] = adapter_identity(policy.adapters.config, source)
     checkpointer = Checkpointer(
         policy,
-        optimizer,
+        train_step.optimizer,
         paths,
         incarnation=context.incarnation,
         meta=meta,
         config=config,
         slot=train_step.slot,
+        others=others,
         extra={} if train_step.entropy is None else {"entropy_bonus": train_step.entropy.state},
     )
     schedule: SaveSchedule | None = None
     if dist.get_rank() == 0 and config is not None and config.interval == "auto":
-        trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        optimizers = [train_step.optimizer, *(each for _, each in others.values())]
+        trained = sum(p.numel() for each in optimizers for group in each.param_groups for p in group["params"])
         num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
         schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
     return Saver(

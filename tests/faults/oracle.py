@@ -103,7 +103,7 @@ class Rank:
         with torch.no_grad():
             for name, tensor in self._weights():
                 local(tensor).copy_(self._base[name])
-        optimizer = trainer.saver.checkpointer._optimizer
+        optimizer = trainer.train_step.optimizer
         optimizer.state.clear()
         set_random_state(self._random)
         for number in range(1, step + 1):

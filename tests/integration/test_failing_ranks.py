@@ -100,13 +100,15 @@ def test_a_failure_is_raised_on_every_rank(tmp_path: Path) -> None:
 def trainer_of(policy: Policy, rank: int, root: Path) -> Any:
     """What of a trainer keeps a refused step."""
     return SimpleNamespace(
-        experiment=SimpleNamespace(model=ModelConfig(name=str(root / "model"), dtype="float32")),
+        experiment=SimpleNamespace(
+            model=ModelConfig(name=str(root / "model"), dtype="float32"), trainer=SimpleNamespace(critic=None)
+        ),
         paths=RunPaths(root / "run"),
         rank=rank,
         world_size=2,
         parallel=policy.parallel,
         source=root / "model",
-        train_step=SimpleNamespace(policy=policy, slot=0, entropy=None),
+        train_step=SimpleNamespace(policy=policy, slot=0, entropy=None, critic=None),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from prime_hpc.config.sections.advantage import (
     AdvantageConfig,
@@ -18,10 +19,12 @@ from prime_hpc.config.sections.advantage import (
     RepetitionPenaltyConfig,
     SoftOverlongConfig,
 )
+from prime_hpc.config.sections.trainer import CriticConfig
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer, Scores
 from prime_hpc.orchestrator.algorithms.penalties import length_penalty, repetition_penalty, soft_overlong_penalty
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
+from prime_hpc.trainer.critic.gae import estimate
 from tests.proofs import Proof
 from tests.proofs import reference_algorithms as reference
 from tests.support.episodes import make_result
@@ -200,6 +203,33 @@ def rae_error(rng: np.random.Generator) -> float:
     return worst
 
 
+def gae_error(rng: np.random.Generator) -> float:
+    """The rewards of tokens, of one or two roles, and what random values make of such rewards."""
+    roles = ("first", "second") if rng.integers(2) else ("alone",)
+    group, rows = seats(rng, roles, zero_sum=bool(rng.integers(2)))
+    tokens, worst = Scorer(AdvantageConfig(type="gae"), max_tokens=9).score(group).tokens, 0.0
+    assert tokens is not None
+    for e, by_sample, row in zip(group, tokens, rows, strict=True):
+        for sample, found in zip(e.result.samples, by_sample, strict=True):
+            expected = [0.0] * (sample.num_loss_tokens - 1) + [row[sample.trace][1]]
+            worst = max(worst, _error(found[sample.loss_mask], np.array(expected)) / SINGLE)
+            worst = max(worst, float(np.abs(found[~sample.loss_mask]).sum()))
+    gamma, lam, critic_lam = rng.choice([0.0, 0.5, 0.95, 1.0], 3).tolist()
+    alpha = float(rng.choice([0.05, 2.0])) if rng.integers(2) else None
+    gamma = gamma or 0.99
+    config = CriticConfig(gamma=gamma, lam=lam, critic_lam=critic_lam, length_adaptive_alpha=alpha)
+    lengths = rng.integers(1, 70, 5)
+    sequence = np.repeat(np.cumsum(rng.integers(1, 3, 5)), lengths)  # of some between them no token trains
+    values, rewards = rng.standard_normal((2, len(sequence)))
+    estimates = estimate(config, *map(torch.from_numpy, (values, rewards, sequence)))
+    ends = np.cumsum(lengths)[:-1]
+    parts = zip(np.split(values, ends), np.split(rewards, ends), strict=True)
+    wanted = [reference.gae(v.tolist(), r.tolist(), gamma, lam, critic_lam, alpha) for v, r in parts]
+    for mine, theirs in zip((estimates.advantages, estimates.returns), zip(*wanted, strict=True), strict=True):
+        worst = max(worst, _error(mine.numpy(), np.concatenate(theirs)))
+    return worst
+
+
 def gdpo_error(rng: np.random.Generator) -> float:
     """One to three functions of any scale, weights of either sign, some rollouts without one; now and then a penalty,
     and two seats, each with functions of its own scores."""
@@ -347,6 +377,7 @@ CLAIMS: dict[str, tuple[Callable[[str, np.random.Generator], float], tuple[str, 
 }
 OTHERS: dict[str, Callable[[np.random.Generator], float]] = {
     "rae": rae_error,
+    "gae": gae_error,
     "gdpo": gdpo_error,
     "opd": partial(distillation_error, "opd"),
     "opsd": partial(distillation_error, "opsd"),

@@ -123,3 +123,21 @@ def soft_overlong(length: int, limit: int, cache: int) -> float:
     if length <= limit - cache:
         return 0.0
     return (length - (limit - cache)) / cache if length <= limit else 1.0
+
+
+def gae(
+    values: Sequence[float], rewards: Sequence[float], gamma: float, lam: float, critic_lam: float, alpha: float | None
+) -> tuple[list[float], list[float]]:
+    """Schulman et al.'s eq. 16 of one sequence, from its end: its tokens' advantages, and the returns V_t + A'_t, A' of
+    `critic_lam`; with `alpha` VAPO's lambda, 1 - 1 / (alpha n)."""
+    n = len(values)
+    if alpha is not None:
+        lam = max(0.0, 1 - 1 / (alpha * n))
+    advantages, returns = [0.0] * n, [0.0] * n
+    of_policy = of_critic = follows = 0.0
+    for t in reversed(range(n)):
+        delta = rewards[t] + gamma * follows - values[t]
+        of_policy = delta + gamma * lam * of_policy
+        of_critic = delta + gamma * critic_lam * of_critic
+        advantages[t], returns[t], follows = of_policy, values[t] + of_critic, values[t]
+    return advantages, returns

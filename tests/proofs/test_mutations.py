@@ -185,6 +185,8 @@ ALGORITHM_MUTATIONS = [
     ("rae", "self._decay * old +", "old +", "rae", ""),
     ("rae", "baselines[trace.agent] = new", "baselines[_ANY] = new", "rae", ""),
     ("rae", "float(b) for role, b in", "0.0 for role, b in", "rae", ""),
+    ("reinforce", "(sample.loss_mask)[-1:]", "(sample.loss_mask)[:1]", "gae", ""),
+    ("reinforce", "rewards[i, sample.trace]", "rewards[i, 0]", "gae", ""),
     ("sft_distill", "np.ones_like", "np.zeros_like", "sft", "value"),
     ("opd", "scores.astype(np.float64) - sample.logprobs", "sample.logprobs - scores", "opd", ""),
     ("opd", "-self._max_gap, self._max_gap", "-self._max_gap, np.inf", "opd", ""),

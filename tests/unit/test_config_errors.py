@@ -83,7 +83,7 @@ def test_digits_that_are_no_number(argv: list[str]) -> None:
 def test_no_far_fetched_suggestion() -> None:
     (problem,) = problems(["--zzzzqqq", "3"])
     assert problem.endswith("unknown key")
-    for typed in ("qqqq.zzzz", "trainer.nope", "nope", "lam", "promptly", "ckpt.every", "model.path", "max_length"):
+    for typed in ("qqqq.zzzz", "trainer.nope", "nope", "promptly", "ckpt.every", "model.path", "max_length"):
         assert nearest_path(typed, all_paths()) is None
     for typed, meant in (("data.path", "sft.data.path"), ("evaluate", "eval"), ("max_stps", "max_steps")):
         assert nearest_path(typed, all_paths()) == meant
@@ -181,7 +181,7 @@ def test_answers_to_other_names_are_true() -> None:
         ),
         ("trainer.loss.type", "dro", "it is reinforce with trainer.loss.kl of target = behaviour, estimator = k2"),
         ("orchestrator.advantage.type", "remax", "there is none: its baseline is a greedy reply's reward"),
-        ("orchestrator.advantage.type", "gae", "there is no critic"),
+        ("orchestrator.advantage.type", "VAPO", "it is gae, with trainer.critic"),
         ("orchestrator.advantage.type", "normalize_then_sum", "it is gdpo, with orchestrator.advantage.scale = batch"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,19 @@ def test_a_reward_model_has_a_row_for_a_head(tmp_path):
     found = rehearse(run.model_copy(update={"sft": scores}), tmp_path)
     head = facts.vocab_size * facts.hidden
     assert found["num_params"] == pytest.approx(facts.num_params - head, abs=head / 100)
+
+
+def test_a_critic_takes_a_policys_room_again_and_its_estimate_says_so(tmp_path):
+    def found(**changes: Any) -> tuple[dict[str, int], float]:
+        trainer = {"num_ranks": 4, "no_sync": False, "micro_batch_tokens": 4096} | changes
+        run = experiment(tmp_path, "Qwen3-0.6B", trainer=trainer)
+        return rehearse(run, tmp_path)["by_kind"], estimated(run, tmp_path)["state"]
+
+    (plain, state), (both, of_both) = found(), found(critic={})
+    assert both["weights"] == pytest.approx(2 * plain["weights"], rel=0.01)
+    assert both["optimizer"] == pytest.approx(2 * plain["optimizer"], rel=0.01)
+    assert both["activations"] < 1.2 * plain["activations"]  # each at its turn
+    assert of_both == pytest.approx(2 * state, rel=0.01)
 
 
 @pytest.mark.exhaustive
@@ -378,7 +392,8 @@ def test_out_of_memory_says_what_was_held_and_what_helps(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
-    held = held_bytes(model, optimizer, torch.device("cpu"))
+    step: Any = SimpleNamespace(policy=model, optimizer=optimizer, critic=None)
+    held = held_bytes(step, torch.device("cpu"))
     assert held["weights"] == held["gradients"] == 2**22 and held["optimizer"] == pytest.approx(2**23, abs=8)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity ...")
     words = explain(error, experiment(tmp_path), held, 3 * 2**30, rank=5, step=7)

@@ -62,11 +62,11 @@ class AdvantageConfig(Section):
     itself, added up with their weights; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
     `opo`: r - mean weighted by length, `optimal_token_baseline`: by the gradient up to each token; `max_rl`: (r - mean)
     / mean; `rae`: r - a moving average of each role's rewards in the environment; `reinforce` (`none`): r itself;
-    `hierarchical_grpo`: each agent against its own kind; `grpo_shuffled`: a control, `grpo` of rewards dealt out at
-    random within their group; `opd`, `opsd`: token by token log p_teacher - log p_policy, the teacher being
-    `orchestrator.teacher` or the policy that was shown the task's
-    answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`. Where an episode has
-    several agents, all compare the traces of one role."""
+    `gae`: by `trainer.critic`, of r at the last token, without any group; `hierarchical_grpo`: each agent against its
+    own kind; `grpo_shuffled`: a control, `grpo` of rewards dealt out at random within their group; `opd`, `opsd`: token
+    by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was shown the
+    task's answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`. Where an episode
+    has several agents, all compare the traces of one role."""
     args: Arguments = {}
     """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)

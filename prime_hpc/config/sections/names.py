@@ -14,7 +14,6 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 _CORRECTION = "it is trainer.loss.correction, beside any objective"
-_NO_CRITIC = "there is no critic; grpo, rloo and others compare a prompt's rollouts"
 _ELSEWHERE: dict[str, dict[str, str]] = {
     "an objective": {
         **dict.fromkeys(("ppo", "vanilla", "regular"), "it is ppo_clip"),
@@ -43,10 +42,13 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "dapo": "it is grpo; DAPO's other parts are trainer.loss (ppo_clip, clip_high = 0.28), gates of "
         "orchestrator.curriculum (advantage_range) and orchestrator.advantage.soft_overlong",
         **dict.fromkeys(
-            ("gspo", "cispo", "sapo", "gmpo", "vespo", "ppo", "dppo", "luspo", "clip_cov", "kl_cov"),
+            ("gspo", "cispo", "sapo", "gmpo", "vespo", "dppo", "luspo", "clip_cov", "kl_cov"),
             "it is an objective, trainer.loss.type; its paper's advantages are grpo",
         ),
-        **dict.fromkeys(("gae", "vapo"), _NO_CRITIC),
+        "ppo": "it is gae, with trainer.critic; the clipped objective is trainer.loss.type = ppo_clip",
+        **dict.fromkeys(
+            ("vapo", "vc_ppo"), "it is gae, with trainer.critic: its length_adaptive_alpha, critic_lam, warmup_steps"
+        ),
         **dict.fromkeys(
             ("reinforce++", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce_baseline"),
             "it is dr_grpo with orchestrator.advantage.scale = batch",

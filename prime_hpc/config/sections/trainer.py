@@ -272,6 +272,28 @@ class LossConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    """PPO's value model, trained beside the policy; advantages by generalized advantage estimation."""
+
+    name: str | None = None
+    """Directory or hub name of the model that it begins as, of the policy's vocabulary; a reward model keeps its head.
+    Default: `model.name`, with a head whose values begin at 0."""
+    lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
+    """Its peak learning rate; the rest of the optimizer and the schedule are the policy's."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps in which it alone learns, and the policy stays as it is."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of the next token's value."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the advantages: 1 trusts the rewards alone, below 1 the values the more."""
+    critic_lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the returns that it learns; 1: the rewards to come (VC-PPO's decoupled GAE)."""
+    length_adaptive_alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """In the place of `lam`, 1 - 1 / (alpha x length) of each sequence (VAPO's 0.05); off when absent."""
+    whiten: bool = True
+    """Take the mean off the batch's advantages and divide by their standard deviation, over all tokens."""
+
+
 class FakeDataConfig(Section):
     """Random batches of the right shape, to measure the trainer alone (`--data.fake`)."""
 
@@ -360,6 +382,8 @@ class TrainerConfig(Section):
     """Learning-rate schedule."""
     loss: LossConfig = LossConfig()
     """RL objective."""
+    critic: CriticConfig | None = None
+    """A critic, for `orchestrator.advantage.type = gae`; off when absent."""
     data: TrainerDataConfig = TrainerDataConfig()
     """Batch source."""
     logits_chunk_tokens: int = Field(1024, ge=1)
@@ -407,6 +431,13 @@ class TrainerConfig(Section):
     def shares_prefixes(self) -> bool:
         """True if a group's prompt is computed once in a micro-batch: not where ranks split its tokens."""
         return self.share_prefixes and self.parallel_dims.ranks_per_part == 1
+
+    @property
+    def for_critic(self) -> "TrainerConfig":
+        """The section as the critic's own step takes it."""
+        assert self.critic is not None
+        optim = self.optim.model_copy(update={"lr": self.critic.lr})
+        return self.model_copy(update={"optim": optim, "loss": LossConfig(denominators="trained")})
 
     def defers_sync(self, whole_bytes: float) -> bool:
         """Return whether gradients stay whole until a step's last micro-batch (`no_sync`).

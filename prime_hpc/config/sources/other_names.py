@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 
+from prime_hpc.config.sources.other_learning_names import OF_LEARNING
+
 _EPOCHS = "epochs of SFT are <sft.data.num_epochs>; RL counts steps, <max_steps>"
 _STEP_SIZE = (
     "state the samples of a whole step, over all ranks: <orchestrator.batch_size>, <sft.data.batch_size>; "
@@ -38,7 +40,6 @@ _REWARDS = (
     "rewards are the environment's, <orchestrator.env>: `rows` takes reward functions of your own, as TRL and verl "
     "call them (its arguments `reward`, `weights`); else a verifiers package brings them"
 )
-_CRITIC = "there is no critic and no value model: advantages are those of a group, <orchestrator.advantage.type>"
 _SHARDED = "FSDP2 shards always: <trainer.parallel.dp_shard>, <trainer.parallel.dp_replicate>"
 _QUANTISED = "weights that train are not quantised: <model.lora>, <model.dtype>, <model.fp8>"
 
@@ -85,147 +86,7 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         "the longest sample, in tokens, is <seq_len>",
     ),
     ("truncation truncation_mode", "samples of SFT that are too long: <sft.data.overlong>"),
-    ("learning_rate actor_learning_rate", "it is <trainer.optim.lr>"),
-    (
-        "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio lr_warmup_steps num_warmup_steps",
-        "the warm-up is counted in steps: <trainer.scheduler.warmup_steps>",
-    ),
-    ("lr_scheduler_type lr_scheduler warmup_style lr_decay_style", "it is <trainer.scheduler.type>"),
-    ("max_grad_norm clip_grad grad_clip gradient_clipping", "it is <trainer.optim.max_norm>"),
-    ("adam_beta1 adam_beta2 adam_betas", "it is <trainer.optim.betas>"),
-    ("adam_epsilon", "it is <trainer.optim.eps>"),
-    ("optimizer", "it is <trainer.optim.type>"),
-    (
-        "beta kl_coef init_kl_coef kl.init_coef kl_loss_coef use_kl_loss kl.use_loss use_kl_in_reward kl_ctrl",
-        "a KL penalty is off until <trainer.loss.kl.coef> is stated (<trainer.loss.kl.estimator>: GRPO's is k3)",
-    ),
-    (
-        "kl_loss_type kl_penalty kl_estimator reference_policy_kl_type",
-        "k1, k2 or k3 (`low_var_kl`): <trainer.loss.kl.estimator>",
-    ),
-    (
-        "use_unbiased_kl use_bias_correction_kl use_on_policy_kl_approximation",
-        "times the ratio to the policy that sampled: <trainer.loss.kl.unbiased>",
-    ),
-    ("kl.horizon target_kl kl_horizon", "the weight of a KL penalty stays as it is: <trainer.loss.kl.coef>"),
-    (
-        "dro_beta kl_tau",
-        "the weight of a squared log-ratio to the policy that sampled: <trainer.loss.kl.coef>, with `behaviour` as "
-        "<trainer.loss.kl.target> and `k2` as <trainer.loss.kl.estimator>, which halves the square",
-    ),
-    (
-        "ref_model sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
-        "the reference model stays as it is: <trainer.loss.kl.model>",
-    ),
-    (
-        "epsilon clip_ratio clip_ratio_low eps_clip cliprange eps_clip_low_high ratio_clip_min dppo_mask_low "
-        "ipo_threshold",
-        "how far the ratio may go: <trainer.loss.clip_low>, <trainer.loss.clip_high>",
-    ),
-    (
-        "epsilon_high clip_ratio_high eps_clip_high eps_clip_higher ratio_clip_max dppo_mask_high",
-        "how far the ratio may rise: <trainer.loss.clip_high>",
-    ),
-    ("clip_ratio_c eps_clip_c c_clip ratio_clip_c", "it is <trainer.loss.dual_clip>"),
-    (
-        "loss_type loss_mode policy_loss policy_loss_type importance_sampling_level ratio_type use_cispo use_sapo_loss "
-        "sequence_level_importance_ratios force_on_policy_ratio disable_ppo_ratio",
-        "the objective: <trainer.loss.type>",
-    ),
-    ("clip_cov_ratio kl_cov_ratio", "the share of tokens of high covariance: <trainer.loss.covariance.share>"),
-    ("clip_cov_lb", "it is <trainer.loss.covariance.low>"),
-    ("clip_cov_ub", "it is <trainer.loss.covariance.high>"),
-    ("ppo_kl_coef", "it is <trainer.loss.covariance.coef>"),
-    (
-        "m2_threshold",
-        "there is no M2PO; <trainer.loss.correction> and <trainer.loss.off_policy_mask> bound what stale tokens do",
-    ),
-    ("sapo_temperature_pos sapo_tau_pos", "it is <trainer.loss.tau_pos>"),
-    ("sapo_temperature_neg sapo_tau_neg", "it is <trainer.loss.tau_neg>"),
-    ("vespo_k_pos vespo_lambda_pos", "they are the two of <trainer.loss.gamma_pos>"),
-    ("vespo_k_neg vespo_lambda_neg", "they are the two of <trainer.loss.gamma_neg>"),
-    ("off_policy_mask_threshold use_opsm opsm_delta", "it is <trainer.loss.off_policy_mask>"),
-    ("loss_agg_mode loss_scale_factor token_level_loss", "the divisor of a token's loss: <trainer.loss.normalize>"),
-    (
-        "adv_estimator advantage_estimator advantage.estimator",
-        "it is <orchestrator.advantage.type>; the objective is <trainer.loss.type>",
-    ),
-    (
-        "multi_objective_aggregation gdpo_reward_keys gdpo_reward_weights",
-        "each reward function normalised by itself is `gdpo`, with their own weights: <orchestrator.advantage.type>, "
-        "<orchestrator.advantage.scale>",
-    ),
-    (
-        "scale_rewards norm_adv_by_std_in_grpo no_std_norm normalize_advantages advantage_batch_normalize",
-        "`grpo` divides by the group's standard deviation, `dr_grpo` does not: <orchestrator.advantage.type>; by that "
-        "of the whole step: <orchestrator.advantage.scale>",
-    ),
-    (
-        "entropy_coef entropy_coeff entropy_loss_coef entropy_bonus ent_coef calculate_entropy",
-        "the weight of an entropy bonus: <trainer.loss.entropy.coef> (the metric `entropy` is always there)",
-    ),
-    (
-        "use_adaptive_entropy adaptive_entropy entropy_target target_entropy tgt_entropy",
-        "the entropy that the bonus' weight is controlled towards: <trainer.loss.entropy.target>",
-    ),
-    ("entropy_coef_delta delta_ent_coef", "it is <trainer.loss.entropy.delta>"),
-    ("entropy_coef_max max_ent_coef", "it is <trainer.loss.entropy.max_coef>"),
-    ("entropy_coef_min min_ent_coef", "the weight of the entropy bonus falls to 0: leave it out"),
-    (
-        "entropy_checkpointing entropy_from_logits_with_chunking use_entropy_chunking",
-        "logits exist a chunk at a time, also for the entropy's gradient: leave it out (<trainer.logits_chunk_tokens>)",
-    ),
-    (
-        "top_entropy_quantile entropy_top_ratio high_entropy_ratio",
-        "the share of tokens, those of the highest entropy, that train: <trainer.loss.top_entropy_quantile>",
-    ),
-    ("gamma lam lambd critic value_clip cliprange_value critic_learning_rate critic_pretrain value_model", _CRITIC),
-    (
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
-        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min is_correction_level is_correction_mode "
-        "is_correction_threshold rollout_correction rollout_is rollout_is_threshold tis_imp_ratio_cap use_tis tis_clip "
-        "tis_clip_low truncated_importance_sampling_type truncated_importance_sampling_ratio use_decoupled_loss "
-        "truncated_importance_sampling_ratio_min behave_imp_weight_cap use_importance_sampling_correction",
-        "the correction for what engine and trainer compute differently: <trainer.loss.correction.type>, "
-        "<trainer.loss.correction.level>, <trainer.loss.correction.high>",
-    ),
-    (
-        "rollout_is_batch_normalize",
-        "a correction's weights are not divided by their mean over the batch: leave it out (<trainer.loss.correction>)",
-    ),
-    (
-        "rollout_rs rollout_rs_threshold rollout_token_veto_threshold rejection_sampling",
-        "tokens or sequences outside of bounds are left out with `mask`: <trainer.loss.correction.type>; sequences by "
-        "their geometric mean beside it or truncation: <trainer.loss.correction.geometric_low>, "
-        "<trainer.loss.correction.geometric_high>, or by k2 or k3 (their mean, sum or greatest): "
-        "<trainer.loss.correction.reject>",
-    ),
-    (
-        "mask_truncated_completions overlong_filtering mask_no_eos_with_zero stop_properly_penalty_coef",
-        "replies that a limit cut short, `mask` or `penalize`: <orchestrator.advantage.overlong>",
-    ),
-    (
-        "overlong_buffer overlong_buffer_len overlong_buffer_cfg overlong_buffer_length overlong_tokens",
-        "it is <orchestrator.advantage.soft_overlong.buffer>",
-    ),
-    ("overlong_penalty_factor overlong_buffer_penalty", "it is <orchestrator.advantage.soft_overlong.coef>"),
-    (
-        "reward_clip reward_scaling reward_bias reward.clip_range",
-        "rewards are the environment's own, <orchestrator.env>: scale or bound them there",
-    ),
-    (
-        "positive_example_nll_weight",
-        "nothing imitates good replies beside RL; imitation alone is <trainer.loss.type> `nll`",
-    ),
-    (
-        "handle_zero_tail calculate_sum_pi_squared",
-        "`optimal_token_baseline` needs no sum over the vocabulary: <orchestrator.advantage.type>",
-    ),
-    ("filter_zero_advantages", "it is <orchestrator.advantage.zero>"),
-    (
-        "filter_groups dynamic_filtering dynamic_filtering_enable dynamic_filtering_range dynamic_sampling",
-        "groups of equal rewards, or of rewards outside a range, are left out by <orchestrator.curriculum.gates>",
-    ),
+    *OF_LEARNING,
     (
         "reward_funcs reward_fn reward_function reward_model reward_manager reward_kwargs remote_rm_url "
         "reward.remote_url custom_reward_function reward_weights reward_pretrain agent_func_path",

@@ -36,6 +36,7 @@ def checkpoint_gib(experiment: Experiment, facts: ModelFacts) -> float | None:
     if facts.num_params is None:
         return None
     trained = adapter_params(experiment, facts) or facts.trained_params(experiment.model.vision) or 0
+    trained += _critic_params(experiment, facts)
     return trained * (state_bytes_per_param(experiment) - 4) / GIB
 
 
@@ -44,7 +45,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
 
     `state`: the rank's shard of master weights, gradients and optimizer state; with `model.lora` that of the frozen
     model in the compute type and of the adapters (of all runs that train at once), of which every rank also holds a
-    whole copy of one and its gradient.
+    whole copy of one and its gradient; with `trainer.critic` a critic's of the policy's size besides.
     `gathered`: whole blocks in the compute type while they are used. `gradients`: whole ones before they are scattered,
     of a block and of the token tables, or with `no_sync` of the model. `activations`: of one micro-batch. `logits`: of
     one chunk, and the head's gradient while chunks add to it. `scores`: of attention, for families that keep all of
@@ -85,10 +86,11 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     is_base = bool(adapter) and loss_kl is not None and loss_kl.model in (None, experiment.model.name)
     needs_reference = loss_kl and loss_kl.target == "reference" and not is_base
     reference = num_params * 4 / shares if needs_reference else 0
+    critic = _critic_params(experiment, facts)
     parts = {
-        "state": state + reference,
+        "state": state + reference + critic * bytes_per_param / shares,
         "gathered": gathered,
-        "gradients": 0.0 if adapter else _unscattered(experiment, facts, block, embeddings),
+        "gradients": 0.0 if adapter and not critic else _unscattered(experiment, facts, block, embeddings),
         "activations": activations,
         "logits": _head_bytes(experiment, facts, tokens, trained=not adapter),
     }
@@ -99,6 +101,13 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         part = tokens, width, trainer.num_ranks, shares, activations + parts["logits"]
         parts["images"] = facts.vision.tower_bytes(bytes_per_param if vision == "trained" else None, *part)
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
+
+
+def _critic_params(experiment: Experiment, facts: ModelFacts) -> int:
+    """Parameters of a critic that begins as the policy, whose head is a row; 0 where there is none."""
+    if experiment.kind != "rl" or experiment.trainer.critic is None:
+        return 0
+    return (facts.num_params or 0) - (0 if facts.tied else facts.vocab_size * facts.hidden)
 
 
 def _as_trained(experiment: Experiment, facts: ModelFacts) -> ModelFacts:
@@ -150,7 +159,7 @@ def whole_gradient_bytes(experiment: Experiment, facts: ModelFacts) -> float | N
     facts = _as_trained(experiment, facts)
     if facts.num_params is None:
         return None
-    if experiment.model.lora is not None:
+    if experiment.model.lora is not None and not _critic_params(experiment, facts):
         return 0.0
     dims = experiment.trainer.parallel_dims
     embeddings = facts.vocab_size * facts.hidden * (1 if facts.tied else 2)

@@ -48,6 +48,9 @@ def _of_loss(experiment: Experiment) -> Iterator[Row]:
         for key, of in (("low", "clip"), ("high", "clip"), ("coef", "kl")):
             used = loss.covariance.type == of
             yield f"trainer.loss.covariance.{key}", used, f"trainer.loss.covariance.type = {of}"
+    if (critic := experiment.trainer.critic) is not None:
+        uses_lam = critic.length_adaptive_alpha is None
+        yield "trainer.critic.lam", uses_lam, "runs without trainer.critic.length_adaptive_alpha"
     if loss.correction is not None:
         yield "trainer.loss.correction.low", loss.correction.type == "mask", "trainer.loss.correction.type = mask"
 
@@ -75,6 +78,7 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
     for name in (
         "trainer.data.fake",
         "trainer.loss.type",
+        "trainer.critic",
         "trainer.loss.kl",
         "trainer.loss.correction",
         "trainer.loss.off_policy_mask",

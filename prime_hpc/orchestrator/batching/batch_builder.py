@@ -190,7 +190,8 @@ def zero_groups(experiment: Experiment) -> str:
     stated = experiment.orchestrator.advantage.zero
     if stated != "auto":
         return stated
-    return "keep" if experiment.trainer.loss.is_of_all_tokens else "drop"
+    trainer = experiment.trainer  # a critic learns from rewards of 0 too
+    return "keep" if trainer.loss.is_of_all_tokens or trainer.critic is not None else "drop"
 
 
 def count_rollouts(scored: Sequence[ScoredGroup]) -> NDArray[np.int64]:

@@ -111,6 +111,14 @@ def adapter_conflicts(saved: Mapping[str, Any] | None, here: Mapping[str, Any] |
     return [f"model.lora: {key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
 
 
+def critic_conflicts(saved: Mapping[str, Any], has_critic: bool) -> list[str]:
+    """Say that a checkpoint, by its manifest's `meta`, holds a critic and the run has none, or the reverse."""
+    if bool(saved.get("critic")) == has_critic:
+        return []
+    then, now = ("no critic", "has one") if has_critic else ("a critic", "has none")
+    return [f"it holds {then}, and this run {now}: state trainer.critic as then, or begin with its weights"]
+
+
 def head_conflicts(saved: Mapping[str, Any], scores: bool) -> list[str]:
     """Say that a checkpoint, by its manifest's `meta`, is a reward model's and the run trains none, or the reverse."""
     if bool(saved.get("scores")) == scores:

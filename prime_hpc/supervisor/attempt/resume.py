@@ -21,7 +21,13 @@ from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest, requ
 from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.manifest import read_manifest
-from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts, head_conflicts, model_identity
+from prime_hpc.store.model.fingerprint import (
+    adapter_conflicts,
+    conflicts,
+    critic_conflicts,
+    head_conflicts,
+    model_identity,
+)
 from prime_hpc.store.run_paths import RunPaths, incarnation_starts, list_steps, why_late
 from prime_hpc.store.weights import read_chain
 
@@ -168,6 +174,7 @@ def mismatches(experiment: Experiment, info: CheckpointInfo) -> list[str]:
     lora, optimizer = experiment.model.lora, experiment.trainer.optim.state
     found += adapter_conflicts(meta.get("adapter"), None if lora is None else lora.model_dump(mode="json"))
     found += head_conflicts(meta, experiment.trains_reward_model)
+    found += critic_conflicts(meta, experiment.kind == "rl" and experiment.trainer.critic is not None)
     saved = meta.get("optimizer", optimizer)  # 0.1.0 did not say
     if saved != optimizer:
         found.append(f"its optimizer's state is of {saved}, this run's is {optimizer}: state trainer.optim as then")

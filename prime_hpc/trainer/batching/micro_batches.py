@@ -70,6 +70,8 @@ class MicroBatch:
     """bool[N], the targets that the objective trains, with `trainer.loss.top_entropy_quantile`; None: all."""
     high_covariance: torch.Tensor | None = None
     """bool[N], the targets that `trainer.loss.covariance` chose; None: it is off."""
+    returns: torch.Tensor | None = None
+    """float32[N], what a critic's values of the targets are to be (`trainer.critic`); None: it is not a critic's."""
     targets_of_rollout: torch.Tensor | None = None
     """int64[S], number of targets of the whole rollout that each sequence is a piece of, over all micro-batches and
     ranks; None where sequences are whole rollouts."""

@@ -26,7 +26,7 @@ from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes, size_text
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.io.lustre import lack_of_room
-from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts, head_conflicts
+from prime_hpc.store.model.fingerprint import adapter_conflicts, conflicts, critic_conflicts, head_conflicts
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
@@ -37,6 +37,8 @@ from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.threads import rank_thread
 
+CRITIC = "critic."
+"""Beginning of the names of a critic's tensors."""
 FINAL_JOIN_TIMEOUT_S = 60.0
 """Rank 0 has heard of a save's end: the others hear of it within this."""
 
@@ -87,16 +89,19 @@ class Checkpointer:
         meta: Mapping[str, Any],
         config: CkptConfig | None = None,
         slot: int = 0,
+        others: Mapping[str, tuple[Policy, torch.optim.Optimizer]] | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Args:
         policy, optimizer: what is saved; of a policy with adapters, the one in `slot`.
+        others: more models with their optimizers, by what their tensors' names begin with.
         extra: small tensors beside them, the same on all ranks. They stay as they are where a checkpoint has none.
         meta: plain JSON for the manifest; `identity` (see `store.model.fingerprint`), `kind` and `adapter` are compared
             by `load`.
         config: None saves synchronously and keeps everything.
         """
-        self._policy, self._optimizer, self._paths, self._slot = policy, optimizer, paths, slot
+        self._policy, self._paths, self._slot = policy, paths, slot
+        self._models = {"": (policy, optimizer), **(others or {})}
         self._incarnation, self._meta, self._extra = incarnation, dict(meta), dict(extra or {})
         self._config = config or CkptConfig()
         self._ranks = RankGroup()
@@ -111,7 +116,8 @@ class Checkpointer:
         self._staged = threading.Event()
         self._figures: SaveFigures | None = None
         if self._config.save_async:
-            optimizer.register_step_pre_hook(self._before_update)
+            for _, each in self._models.values():
+                each.register_step_pre_hook(self._before_update)
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -190,8 +196,13 @@ class Checkpointer:
         return figures
 
     def _state(self) -> dict[str, torch.Tensor]:
-        named = dcp_state.named_state(self._policy, self._optimizer, self._slot)
-        return named | self._extra | random_state(self._ranks.rank)
+        return self._named_state() | self._extra | random_state(self._ranks.rank)
+
+    def _named_state(self) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        for owner, (model, optimizer) in self._models.items():
+            state |= dcp_state.named_state(model, optimizer, self._slot, owner)
+        return state
 
     def _plan_for(self, state: dict[str, torch.Tensor]) -> dcp_state.ShardPlan:
         """Return the plan of who writes what; made again when tensors came or went, which they do on all ranks
@@ -352,10 +363,12 @@ class Checkpointer:
         if progress is None:
             problems.append("its manifest states no progress (written by an older prime-hpc?)")
         metadata = self._ranks.on_all(lambda: dcp_state.read_metadata(info.trainer_dir))
-        dcp_state.create_optimizer_state(self._optimizer)
-        dcp_state.drop_unsaved_state(self._policy, self._optimizer, metadata, self._slot)
-        state = dcp_state.named_state(self._policy, self._optimizer, self._slot)
-        problems = problems or dcp_state.differences(metadata, state)
+        for owner, (model, optimizer) in self._models.items():
+            dcp_state.create_optimizer_state(optimizer)
+            dcp_state.drop_unsaved_state(model, optimizer, metadata, self._slot, owner)
+        state = self._named_state()
+        for owner in self._models:
+            problems = problems or dcp_state.differences(metadata, state, owner=owner)
         if problems or progress is None:
             raise OtherRunError(f"{info.path} cannot be resumed from: {'; '.join(problems)}")
         saved = metadata.state_dict_metadata
@@ -373,4 +386,5 @@ class Checkpointer:
         if None not in kinds and kinds[0] != kinds[1]:
             found.append(f"it is of a {kinds[0]} run, this is {kinds[1]}")
         found += adapter_conflicts(meta.get("adapter"), self._meta.get("adapter"))
+        found += critic_conflicts(meta, CRITIC in self._models)
         return found + head_conflicts(meta, self._policy.scores)

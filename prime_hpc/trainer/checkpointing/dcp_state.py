@@ -31,11 +31,14 @@ from prime_hpc.trainer.model.policy import Policy
 MODEL, OPTIMIZER = "model.", "optimizer.state."
 
 
-def named_state(policy: Policy, optimizer: torch.optim.Optimizer, slot: int = 0) -> dict[str, torch.Tensor]:
+def named_state(
+    policy: Policy, optimizer: torch.optim.Optimizer, slot: int = 0, owner: str = ""
+) -> dict[str, torch.Tensor]:
     """Parameters, persistent buffers and the optimizer's tensors under the names that DCP gives them, detached.
 
     The tensors are the live ones: loading into them is loading into the policy. Of a policy with adapters they are
-    those of one slot, under names that do not say which; the frozen model is not among them.
+    those of one slot, under names that do not say which; the frozen model is not among them. `owner`: what the names
+    of another model than the policy begin with.
     """
     names = _parameter_names(policy, slot)
     if policy.adapters is not None:
@@ -46,7 +49,7 @@ def named_state(policy: Policy, optimizer: torch.optim.Optimizer, slot: int = 0)
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 state[f"{OPTIMIZER}{names[parameter]}.{key}"] = value.detach()
-    return state
+    return {f"{owner}{name}": tensor for name, tensor in state.items()}
 
 
 def _parameter_names(policy: Policy, slot: int) -> dict[torch.Tensor, str]:
@@ -69,14 +72,17 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def drop_unsaved_state(policy: Policy, optimizer: torch.optim.Optimizer, metadata: Metadata, slot: int = 0) -> None:
+def drop_unsaved_state(
+    policy: Policy, optimizer: torch.optim.Optimizer, metadata: Metadata, slot: int = 0, owner: str = ""
+) -> None:
     """Take away the state of each parameter of which a checkpoint holds none at all.
 
     Optimizers make a parameter's state with its first gradient: there is none before the first step, or of the vision
     tower of a model that has seen text alone. It is made when a gradient comes, as if the run had not been resumed.
     """
-    names = [name for name in metadata.state_dict_metadata if name.startswith(OPTIMIZER)]
-    saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in names}
+    prefix = f"{owner}{OPTIMIZER}"
+    names = [name for name in metadata.state_dict_metadata if name.startswith(prefix)]
+    saved = {name.removeprefix(prefix).rpartition(".")[0] for name in names}
     for parameter, name in _parameter_names(policy, slot).items():
         if name not in saved:
             optimizer.state.pop(parameter, None)
@@ -210,14 +216,17 @@ def load_state(directory: Path, state: dict[str, torch.Tensor]) -> None:
         raise StoreError(f"{directory} cannot be loaded: rank {rank}: {failure}") from error
 
 
-def differences(metadata: Metadata, state: Mapping[str, torch.Tensor], *, with_optimizer: bool = True) -> list[str]:
-    """Why a checkpoint does not fit the policy and optimizer of this run, as sentences; [] where it does."""
+def differences(
+    metadata: Metadata, state: Mapping[str, torch.Tensor], *, with_optimizer: bool = True, owner: str = ""
+) -> list[str]:
+    """Why a checkpoint does not fit the policy and optimizer of this run, as sentences; [] where it does.
+    `owner`: see `named_state`."""
     saved = metadata.state_dict_metadata
     found = []
     parts_of = (
-        (MODEL, "another model", "it was made from another model.name"),
+        (f"{owner}{MODEL}", "another model", f"it was made from another {'trainer.critic' if owner else 'model'}.name"),
         (
-            OPTIMIZER,
+            f"{owner}{OPTIMIZER}",
             "another optimizer's state",
             "resume with the optimizer, and the prime-hpc, that it was saved with",
         ),

@@ -47,6 +47,9 @@ class Policy(nn.Module):
     trains_vision: bool = False
     """True if what makes embeddings of images is trained, too (`model.vision: trained`)."""
 
+    is_critic: bool = False
+    """True of a critic: its scores are values, read where the policy predicts a target (`trainer.critic`)."""
+
     weights: WeightMap | None = None
     """Sources of its tensors in the checkpoint that they come from, and how they are published."""
 

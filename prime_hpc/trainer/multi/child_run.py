@@ -23,10 +23,11 @@ from prime_hpc.store.waiting import ArtifactWatch
 from prime_hpc.trainer.batching.micro_batches import read_local_batch, refuse_untrainable
 from prime_hpc.trainer.multi.admission import Admission
 from prime_hpc.trainer.objectives import MicroBatchLoss, loss_of
+from prime_hpc.trainer.optim.schedule import check_schedule
 from prime_hpc.trainer.rank_group import OF_A_RUN
 from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
 from prime_hpc.trainer.train_step import StepRefused
-from prime_hpc.trainer.trainer import Base, Trainer, check_schedule, open_trainer
+from prime_hpc.trainer.trainer import Base, Trainer, open_trainer
 
 T = TypeVar("T")
 READ_S = 3.0

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import SchedulerConfig
 
 
@@ -37,6 +38,12 @@ def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> 
     done = min((step - start - 1) / decay, 1.0) if decay else 1.0
     shape = 0.5 * (1 + math.cos(math.pi * done)) if config.type == "cosine" else 1.0 - done
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
+
+
+def check_schedule(experiment: Experiment) -> None:
+    """Raise a ValueError for a learning-rate schedule that does not fit into the run."""
+    if (last := experiment.num_steps) is not None:
+        learning_rate_factor(experiment.trainer.scheduler, last, last)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -34,6 +34,7 @@ from transformers.integrations import moe
 
 from prime_hpc.config.shapes import shape_config
 from prime_hpc.trainer import trainer
+from prime_hpc.trainer.critic import load as critic
 from prime_hpc.trainer.lora.slots import Adapters
 from prime_hpc.trainer.model import load_policy, reference, score_head
 from prime_hpc.trainer.model.conversions import WeightMap
@@ -144,10 +145,11 @@ def pretended(
         def change(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(owner, name, value))
 
-        for module in (trainer, reference):
+        for module in (trainer, reference, critic):
             change(module, "resolve_source", source)
         change(trainer, "peak_flops", lambda *_: 1.0)
-        change(trainer, "load_reference", _real(trainer.load_reference))
+        for name in ("load_reference", "load_critic"):
+            change(trainer, name, _real(getattr(trainer, name)))
         change(load_policy, "_stored_weights", lambda _: {})
         change(load_policy, "map_weights", lambda *_: _Unread({}, {}))
         change(load_policy, "_load_shards", _inside(fake, tracker, load_policy._load_shards))

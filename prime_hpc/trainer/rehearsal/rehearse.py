@@ -107,14 +107,14 @@ def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTrac
 
 def train(train_step: TrainStep, experiment: Experiment, tracker: MemoryTracker, policy: Policy) -> None:
     """Train some steps on full micro-batches, each phase under its name."""
-    step_optimizer = train_step.optimizer.step
+    for optimizer in [each.optimizer for each in (train_step, train_step.critic) if each is not None]:
 
-    def counted_step(*args: Any, **kwargs: Any) -> Any:
-        tracker.phase = f"step {step}, optimizer"
-        with tracker.kind("optimizer"):
-            return step_optimizer(*args, **kwargs)
+        def counted_step(*args: Any, original: Any = optimizer.step, **kwargs: Any) -> Any:
+            tracker.phase = f"step {step}, optimizer"
+            with tracker.kind("optimizer"):
+                return original(*args, **kwargs)
 
-    train_step.optimizer.step = counted_step  # type: ignore[method-assign]
+        optimizer.step = counted_step  # type: ignore[method-assign]
     objective = loss_of(experiment)
     for step, num_micro_batches in enumerate(MICRO_BATCHES, 1):
         tracker.phase = f"step {step}, forward and backward"

@@ -5,6 +5,7 @@ touches `failed/`.
 """
 
 import shlex
+from functools import partial
 
 from loguru import logger
 
@@ -13,12 +14,15 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.critic import CriticStep
 from prime_hpc.trainer.model.load_policy import compute_dtype
 from prime_hpc.trainer.rank_group import RankGroup
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer
 from prime_hpc.trainer.weights.publish import build_publisher
 
+CRITIC = "critic"
+"""Below the kept step: the critic's weights."""
 ENTROPY_BONUS = "entropy_bonus"
 """Of the kept batch's state: the coefficient's, before the step."""
 
@@ -31,18 +35,21 @@ def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
     ranks = RankGroup()
     ranks.from_first(lambda: files.discard(kept.root) if kept.root.exists() else None)  # of an attempt before
     parts = ranks.gather(error.batch)
-    publisher = ranks.on_all(
-        lambda: build_publisher(
-            trainer.train_step.policy,
-            trainer.source,
-            kept,
+    models = [(trainer.train_step, trainer.source, kept)]
+    if isinstance(critic := trainer.train_step.critic, CriticStep):
+        models.append((critic, critic.source, RunPaths(kept.root / CRITIC)))
+    for own, source, where in models:
+        build = partial(
+            build_publisher,
+            own.policy,
+            source,
+            where,
             dtype=compute_dtype(experiment.model),
             incarnation=0,
             model_name=experiment.model.name,
-            slot=trainer.train_step.slot,
+            slot=own.slot,
         )
-    )
-    publisher.publish(step - 1)
+        ranks.on_all(build).publish(step - 1)
     ranks.from_first(lambda: _write_beside(trainer, kept, step, parts or []))
 
 
@@ -54,6 +61,10 @@ def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankB
     write_batch(kept, step, own, state={} if bonus is None else {ENTROPY_BONUS: bonus.state.tolist()})
     if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `replay.kept_step`
         experiment = _with_model(experiment, str(kept.weights_step(step - 1).resolve()))
+    if experiment.trainer.critic is not None:
+        name = str(RunPaths(kept.root / CRITIC).weights_step(step - 1).resolve())
+        critic = experiment.trainer.critic.model_copy(update={"name": name})
+        experiment = experiment.model_copy(update={"trainer": experiment.trainer.model_copy(update={"critic": critic})})
     write_snapshot(experiment, kept.root, ["replay"])
     logger.error(
         f"batch {step} and weights version {step - 1} are kept in {kept.root}; compute the step again with: "
