@@ -5,14 +5,9 @@ with its model, its servers, its GPUs and its nodes in the places of the policy'
 starts engines takes that view, and does it for any group.
 """
 
-from typing import Literal
-
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.run_files import ENGINE_ROLES, EngineRole
 from prime_hpc.config.sections.inference import DEFAULT_PORT, FrozenInferenceConfig, InferenceConfig, WeightsConfig
-
-EngineRole = Literal["inference", "teacher", "judge"]
-ENGINE_ROLES: tuple[EngineRole, ...] = ("inference", "teacher", "judge")
-"""In the order in which they get nodes and GPUs."""
 
 SECTIONS: dict[EngineRole, str] = {
     "inference": "inference",

@@ -1,4 +1,10 @@
-"""Names of the files that lie in the root of every run directory. Below it, `store.run_paths` names the rest."""
+"""Names of the files that lie in the root of every run directory, and of its groups of engines, after which their logs
+are named. Below the root, `store.run_paths` names the rest.
+
+Whoever only looks at runs needs these and no config: building its classes takes a third of `status`.
+"""
+
+from typing import Literal
 
 RUN_YAML = "run.yaml"
 """The resolved experiment."""
@@ -24,3 +30,7 @@ TINKER_URL = "tinker.url"
 """The address of a run's tinker service; there only while it answers."""
 TINKER_KEY = "tinker.key"
 """The key that it asks for; its user's alone."""
+
+EngineRole = Literal["inference", "teacher", "judge"]
+ENGINE_ROLES: tuple[EngineRole, ...] = ("inference", "teacher", "judge")
+"""In the order in which they get nodes and GPUs."""

@@ -54,15 +54,14 @@ def _of_package(module: str) -> tuple[str, ...] | None:
     any, or is a taskset of its own."""
     spec = importlib.util.find_spec(module) if module.isidentifier() else None  # of a dotted path it would import some
     path = Path(spec.origin) if spec is not None and spec.origin is not None else None
-    for _ in range(_MOST_MODULES):
+    for number in range(_MOST_MODULES):
         if path is None or path.suffix != ".py":
             return None
         try:
-            text = path.read_text(encoding="utf-8")
-            tree = ast.parse(text)
+            tree = ast.parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, SyntaxError):
             return None
-        if "Taskset" in text:
+        if number == 0 and _exports_more(tree):
             return None
         if signature := written_signature(tree, _LOADS):
             parameters = signature.parameters.values()
@@ -73,6 +72,14 @@ def _of_package(module: str) -> tuple[str, ...] | None:
             )
         path = next((path.parent.joinpath(*one).with_suffix(".py") for one in _re_exported(tree)), None)
     return None
+
+
+def _exports_more(tree: ast.Module) -> bool:
+    """Return whether a package may be a taskset of its own: verifiers looks for its class in `__all__`, and only where
+    there is none for `load_environment`."""
+    stated = [node for node in tree.body if ast.unparse(node).startswith("__all__")]
+    names = {one.value for node in stated for one in ast.walk(node) if isinstance(one, ast.Constant)}
+    return bool(stated) and names != {_LOADS}
 
 
 def _re_exported(tree: ast.Module) -> Iterator[list[str]]:

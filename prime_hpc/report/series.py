@@ -94,6 +94,8 @@ class _Cells:
     def __init__(self) -> None:
         self.count: npt.NDArray[np.int64] = np.zeros(256, np.int64)
         self.sum, self.low, self.high = np.zeros(256), np.full(256, np.inf), np.full(256, -np.inf)
+        self.last: tuple[int, float] | None = None
+        """The newest step and its value; None where a later attempt has taken it back."""
 
     def fit(self, size: int) -> None:
         """Grow to hold `size` cells."""
@@ -107,6 +109,7 @@ class _Cells:
     def add(self, steps: "_Steps", values: npt.NDArray[np.float64]) -> None:
         """Add a value a step."""
         self.fit(steps.size)
+        self.last = max(self.last or (-1, 0.0), (int(steps.steps[-1]), float(values[-1])))
         found, starts = steps.cells, steps.starts
         self.count[found] += steps.counts
         self.sum[found] += np.add.reduceat(values, starts)
@@ -254,17 +257,19 @@ class Curves:
         self.flush()
         for cells in self._cells.values():
             cells.forget(-(-step // self._width))
+            cells.last = cells.last if cells.last is not None and cells.last[0] < step else None
         for key, points in self.points.items():
             self.points[key] = {version: value for version, value in points.items() if version < step}
 
     def last_values(self) -> dict[str, float]:
-        """Return each metric's newest cell's mean."""
+        """Return each metric's value at its newest step; the mean of its newest cell where that was taken back."""
         self.flush()
         found = {}
         for name, cells in self._cells.items():
             there = np.flatnonzero(cells.count)
             if len(there):
-                found[name] = float(cells.sum[there[-1]] / cells.count[there[-1]])
+                mean = float(cells.sum[there[-1]] / cells.count[there[-1]])
+                found[name] = mean if cells.last is None else cells.last[1]
         return found
 
     def table(self, most: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from prime_hpc.config.engine_groups import ENGINE_ROLES
+from prime_hpc.config.run_files import ENGINE_ROLES
 from prime_hpc.runtime.role_context import NODE
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.auth import new_secret

@@ -241,6 +241,13 @@ def test_a_fresh_process_loads_nothing_heavy(statement: str) -> None:
     assert result.stderr.strip() == "[]"
 
 
+def test_who_looks_at_runs_builds_no_config() -> None:
+    verbs = [f"prime_hpc.cli.verbs.run.{name}" for name in ("status", "logs", "why")]
+    code = f"import {', '.join(verbs)}, sys; assert 'prime_hpc.config.experiment' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_help_needs_no_pydantic() -> None:
     code = "import prime_hpc.cli, sys; prime_hpc.cli.main(['plan', '--help']); assert 'pydantic' not in sys.modules"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)

@@ -118,6 +118,19 @@ def test_arguments_of_packages_and_of_seats_are_known_before_the_queue(monkeypat
     assert argument_names("legacy_late") == ()
 
 
+def test_arguments_of_a_package_that_may_be_a_taskset_of_its_own_are_anybodys_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verifiers looks for its class in `__all__` before it asks for `load_environment`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, exports in (("of_both", "['Reversals', 'load_environment']"), ("of_old", "['load_environment']")):
+        (tmp_path / name).mkdir()
+        loads = "from .rows import Reversals\nfrom .old import load_environment\n"
+        (tmp_path / name / "__init__.py").write_text(f"{loads}__all__ = {exports}\n")
+        (tmp_path / name / "old.py").write_text("def load_environment(length=1):\n    ...\n")
+    assert (argument_names("of-both"), argument_names("of-old")) == (None, ("length",))
+
+
 @pytest.mark.parametrize("name", [*BUNDLED, "math500", "gpqa", "humaneval"])
 def test_they_are_those_that_verifiers_takes(name: str) -> None:
     from verifiers.v1.utils.loaders import env_config_type, taskset_config_type

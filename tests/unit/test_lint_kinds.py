@@ -126,6 +126,8 @@ def test_a_run_that_trains_nothing_is_held_to_what_its_engines_and_its_job_can_d
     assert said(**training) == {("PH241", "warning", key) for key in training}
     sampling = {"extra": {"stopp": ["x"], "stop": ["x"], "seed": 3}}
     assert said(**{kind: {"sampling": sampling}}) == {("PH241", "warning", f"{kind}.sampling.extra.stopp")}
+    of_api = {"client": {"base_url": "https://api.example.com/v1"}, "sampling": {"extra": {"reasoning_effort": "low"}}}
+    assert said(**{"inference": None, kind: of_api}) == set(), "vLLM has no say"
     weighed = {kind: {"env": [{"id": "calculator", "ratio": 2}]}}
     assert said(**weighed) == {("PH241", "warning", f"{kind}.env.0.ratio")}
     rules = [{"metric": "trainer.kl", "above": 1}, {"metric": "run.stall_s", "above": 1}]

@@ -11,8 +11,8 @@ from prime_hpc.cli.verbs.run import resume
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.cancel import cancel_run
 from prime_hpc.launch.monitor import status, who_hangs
-from prime_hpc.launch.monitor.run_facts import RunStatus
-from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.launch.monitor.run_facts import Queue
+from prime_hpc.launch.monitor.status import ask_slurm, status_of
 from prime_hpc.launch.monitor.who_hangs import find_target, why_idle
 from prime_hpc.launch.submission import submit
 from prime_hpc.slurm.jobs import _private_data
@@ -88,16 +88,23 @@ def test_a_job_that_slurm_hides_is_not_a_lost_one(
 def test_a_silent_controller_is_no_silent_file_system(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`why` said that the run directory does not answer."""
+    """`why` said that the run directory does not answer, or asked the controller once more, for as long again."""
     submit(load(config))
+    begin(run_dir(config) / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id="100")
+    fake.change("100", state="RUNNING", nodes="n1")
+    job = find_target(str(run_dir(config))).job
+    assert job is not None and job.nodes == "n1"
     monkeypatch.setattr(who_hangs, "READ_WITHIN_S", 0.5)
-    ask = who_hangs.status_of
+    asked = list[set[str]]()
 
-    def slow(path: Path) -> RunStatus:
-        time.sleep(2.0)  # as long as nobody answers
-        return ask(path)
+    def slow(wanted: set[str], by_token: bool) -> Queue:
+        asked.append(wanted)
+        time.sleep(1.0)  # as long as nobody answers
+        return ask_slurm(wanted, by_token)
 
-    monkeypatch.setattr(who_hangs, "status_of", slow)
+    monkeypatch.setattr(who_hangs, "ask_slurm", slow)
+    monkeypatch.setattr(who_hangs, "jobs", lambda *_: pytest.fail("it was asked before"))
     fake.behave("squeue", code=1, stderr="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    found = find_target(str(run_dir(config))).status
-    assert found is not None and "Unable to contact slurm controller" in why_idle(found)
+    target = find_target(str(run_dir(config)))
+    assert target.status is not None and target.status.state == "starting" and not why_idle(target.status)
+    assert target.job is None and asked == [{"100"}]

@@ -78,6 +78,17 @@ def test_steps_done_again_replace_what_stood_there() -> None:
     assert curves.points == {"eval/e/mean_reward": {1: 0.5}}
 
 
+def test_the_last_value_is_that_of_the_last_step_alone() -> None:
+    """Of a long run `report` gave the mean of the last hundreds of steps for it, and `diff` the value."""
+    curves = Curves(max_cells=4)
+    for step in range(1, 14):
+        curves.add({"step": step, "time/step": 1.0, "loss": float(step)} | ({"kl": step / 10} if step % 3 == 0 else {}))
+    assert curves.last_values() == {"time/step": 1.0, "loss": 13.0, "kl": 1.2}
+    curves.add({"step": 12, "time/step": 1.0, "loss": 40.0})
+    found = curves.last_values()
+    assert (found["loss"], found["kl"]) == (40.0, pytest.approx(0.9)), "its next value is still to come"
+
+
 def test_versions_that_a_run_went_back_behind_were_evaluated_in_vain() -> None:
     curves = Curves()
     for step in (*range(1, 7), 3, 4):

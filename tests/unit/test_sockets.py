@@ -250,7 +250,13 @@ def test_a_proxy_is_not_asked_for_ones_own_machine() -> None:
 @pytest.mark.parametrize("proxy", [{}, {"https_proxy": "http://proxy:3128"}])
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("[fd00::]/8", ""), ("fd00::/8", ""), ("[fd00::7]:8000", "fd00::7"), ("[::1],10.0.0.0/8", "::1,10.0.0.0/8")],
+    [
+        ("[fd00::]/8", ""),
+        ("fd00::/8", ""),
+        ("[fd00::7]:8000", "fd00::7"),
+        ("[fd00::", "fd00::"),
+        ("[::1],10.0.0.0/8", "::1,10.0.0.0/8"),
+    ],
 )
 def test_what_httpx_raises_for_is_not_handed_on(
     monkeypatch: pytest.MonkeyPatch, proxy: dict[str, str], word: str, told: str

@@ -186,10 +186,13 @@ def margins(subject: Subject) -> Iterator[Finding]:
 @rule(*EVERY)
 def unknown_sampling(subject: Subject) -> Iterator[Finding]:
     """Report sampling parameters that vLLM passes over without a word; in training they are refused."""
-    engines = subject.experiment.inference
+    experiment = subject.experiment
+    engines, client = experiment.inference, None if experiment.trains else experiment.episodes.client
     if engines is not None and engines.backend != "vllm":  # it says itself what it does not know
         return
-    for key, sampling in stated_samplings(subject.experiment).items():
+    if client is not None and client.api != "tokens":  # an API has parameters of its own, as reasoning_effort
+        return
+    for key, sampling in stated_samplings(experiment).items():
         for name in sampling.extra or {}:
             if name not in CHANGES and name not in HARMLESS:
                 near = get_close_matches(name, [*CHANGES, *HARMLESS], n=1)

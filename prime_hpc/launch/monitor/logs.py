@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.config.run_files import ATTEMPTS_JSONL
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, ENGINE_ROLES
 from prime_hpc.launch.monitor.run_progress import newest_file
 from prime_hpc.store.io.files import list_dir
 from prime_hpc.store.run_dirs import read_rows

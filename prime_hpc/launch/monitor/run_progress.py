@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.engine_groups import ENGINE_ROLES
-from prime_hpc.config.run_files import RUN_YAML, TINKER_URL
+from prime_hpc.config.run_files import ENGINE_ROLES, RUN_YAML, TINKER_URL
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import READ_BYTES, STEP_KEYS, parse_row

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.run_files import ENGINE_ROLES, RUN_YAML
 from prime_hpc.config.site import read_site
 from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.kubernetes.job_id import objects_of

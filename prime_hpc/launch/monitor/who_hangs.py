@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.launch.monitor.run_facts import RunStatus, read_evidence
-from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.launch.monitor.run_facts import Queue, RunStatus, read_evidence
+from prime_hpc.launch.monitor.status import ask_slurm, status_of
 from prime_hpc.slurm.client import SlurmError, clean_environment
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 from prime_hpc.slurm.jobs import JobInfo, jobs
@@ -80,17 +80,21 @@ def find_target(word: str) -> Target:
         return path
 
     def ask(path: Path) -> Target:
-        status = status_of(path)
+        answers: list[Queue] = []
+
+        def heard(wanted: set[str], by_token: bool) -> Queue:
+            answers.append(ask_slurm(wanted, by_token))
+            return answers[-1]
+
+        status = status_of(path, ask=heard)
         theirs = other_owner(path) if os.geteuid() and not why_idle(status) else None  # root may look at all
         if theirs and not os.access(path, os.W_OK):  # who may write there asks by a file
             raise ConfigError(
                 f"{theirs}, who alone can look at its processes; `status` and `logs` say what its files say"
             )
         job_id = None if why_idle(status) or cluster_of(path) is not None else status.job_id  # srun reaches no other
-        try:
-            return Target(path, status, jobs([job_id]).get(job_id) if job_id else None)
-        except SlurmError:
-            return Target(path, status)
+        # not asked again: a controller that is silent would be so for as long once more
+        return Target(path, status, next((one.jobs.get(job_id) for one in answers), None) if job_id else None)
 
     try:
         path = within(READ_WITHIN_S, read)

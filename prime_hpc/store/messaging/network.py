@@ -124,8 +124,8 @@ def past_proxies(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
     """
     named = ",".join(environ.get(name, "") for name in ("no_proxy", "NO_PROXY"))
     given = [word for word in map(str.strip, named.split(",")) if word]
-    bare = [re.sub(r"^\[([^]]*)\](:\d*)?", r"\1", word) for word in given]
-    known = [word for word in bare if not re.fullmatch(r"[\da-fA-F.]*:[\da-fA-F:.]*/\d+", word)]
+    bare = [re.sub(r"^\[([^]]*)(\](:\d*)?)?", r"\1", word) for word in given]
+    known = [word for word in bare if word and not re.fullmatch(r"[\da-fA-F.]*:[\da-fA-F:.]*/\d+", word)]
     if any(environ.get(name.lower()) or environ.get(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")):
         known += ["localhost", "127.0.0.1", "::1", *hosts]
     elif known == given:

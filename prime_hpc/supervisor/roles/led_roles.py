@@ -9,7 +9,7 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.config.engine_groups import ENGINE_ROLES
+from prime_hpc.config.run_files import ENGINE_ROLES
 from prime_hpc.config.sections.slurm import RestartConfig
 from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.store.attempts import Attempt

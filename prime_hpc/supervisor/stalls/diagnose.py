@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from prime_hpc.config.engine_groups import ENGINE_ROLES
+from prime_hpc.config.run_files import ENGINE_ROLES
 from prime_hpc.runtime import activity
 from prime_hpc.store.io.room import WAITS
 from prime_hpc.supervisor.stalls import engines

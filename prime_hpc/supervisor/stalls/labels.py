@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prime_hpc.config.engine_groups import ENGINE_ROLES
+from prime_hpc.config.run_files import ENGINE_ROLES
 from prime_hpc.supervisor.stalls.engines import part_name
 
 Row = dict[str, Any]
