@@ -173,7 +173,7 @@ ALGORITHM_MUTATIONS = [
     ("opo", "if all_equal(group.rewards):", "if False:", "opo", "equal"),
     ("opo", "np.cumsum(", "np.array(", "optimal_token_baseline", ""),
     ("opo", "-np.expm1(np.minimum(", "np.exp(np.minimum(", "optimal_token_baseline", ""),
-    ("opo", "rewards @ weights / weights", "rewards @ reaches / reaches", "optimal_token_baseline", ""),
+    ("opo", "gaps @ weights / weights", "gaps @ reaches / reaches", "optimal_token_baseline", ""),
     ("opo", "left[key][count:]", "left[key]", "optimal_token_baseline", ""),
     ("max_rl", "/ mean if", "if", "max_rl", "value"),
     ("reinforce", "group.rewards.copy()", "-group.rewards", "reinforce", "value"),
