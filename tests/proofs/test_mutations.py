@@ -153,8 +153,15 @@ MUTATIONS = [
     ("covariance", ".abs()", "", "cispo + covariance kl", "gradient"),
     (
         "rl",
-        "penalty * (logprobs - behaviour)",
-        "penalty * (logprobs - behaviour).detach()",
+        "ratio.detach() if",
+        "ratio if",
+        "grpo + unbiased k2 reference",
+        "gradient",
+    ),
+    (
+        "rl",
+        "else ratio)",
+        "else ratio.detach())",
         "grpo + unbiased k3 reference",
         "gradient",
     ),
