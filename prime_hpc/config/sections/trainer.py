@@ -114,7 +114,7 @@ class CovarianceConfig(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> "CovarianceConfig":
-        if self.low >= self.high:
+        if self.type == "clip" and self.low >= self.high:
             raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g}), or no token is drawn")
         return self
 
