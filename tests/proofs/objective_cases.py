@@ -111,8 +111,9 @@ def cases() -> list[Case]:
             found.append(_case(f"grpo + {estimator} {target}", setting, type="grpo"))
     found.append(_case("dppo + k2 behaviour", s("dppo", kl=("behaviour", "k2", 2e-3)), type="dppo"))
     for target in ("reference", "behaviour"):
-        setting = s("grpo", normalize="sequence", kl=(target, "k3", 0.3), unbiased=True)
-        found.append(_case(f"grpo + unbiased k3 {target}", setting, type="grpo"))
+        for estimator in ("k1", "k2", "k3"):
+            setting = s("grpo", normalize="sequence", kl=(target, estimator, 0.3), unbiased=True)
+            found.append(_case(f"grpo + unbiased {estimator} {target}", setting, type="grpo"))
     for kind, covariance in (("ppo_clip", ("clip", 1.0, 0.3, 2.0, 1.0)), ("cispo", ("kl", 0.15, 1.0, 5.0, 0.7))):
         setting = s(kind, low=0.2, high=0.5, covariance=covariance)
         found.append(_case(f"{kind} + covariance {covariance[0]}", setting, type=kind, clip_low=0.2, clip_high=0.5))

@@ -191,13 +191,14 @@ def drift(seq: Sequence, frozen: Vector) -> float:
     return sum(logs) / len(logs)
 
 
-def kl_of_token(s: Setting, seq: Sequence, theta: Vector, t: int) -> float:
+def kl_of_token(s: Setting, seq: Sequence, theta: Vector, frozen: Vector, t: int) -> float:
     """Schulman's estimators of KL(pi || other)."""
     assert s.kl is not None
     which, estimator, _ = s.kl
     log_other = seq.mu[t] if which == "behaviour" else seq.reference[t]
     log_r = log_other - theta[seq.index[t]]
-    weight = exp(theta[seq.index[t]] - seq.mu[t]) if s.unbiased else 1.0
+    log_pi = frozen if estimator == "k2" else theta  # k2's gradient is under pi what k1's and k3's are of their mean
+    weight = exp(log_pi[seq.index[t]] - seq.mu[t]) if s.unbiased else 1.0
     return weight * {"k1": -log_r, "k2": log_r**2 / 2, "k3": exp(log_r) - 1 - log_r}[estimator]
 
 
@@ -220,7 +221,7 @@ def token_losses(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vecto
                 penalty = s.covariance[4] * abs(theta[place] - seq.mu[t])
                 value = 0.0 if s.covariance[0] == "clip" else value + penalty
             if s.kl is not None:
-                value += s.kl[2] * kl_of_token(s, seq, theta, t)
+                value += s.kl[2] * kl_of_token(s, seq, theta, frozen, t)
             yield (
                 value
                 / {

@@ -305,6 +305,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("PH221", "warning", {"trainer": {"loss": {"type": "gspo"}}}, {}, "at 0.0003, and in bfloat16"),
     (
+        "PH221",
+        "warning",
+        {"trainer": {"loss": {"covariance": {"type": "kl"}}}, "async_level": 0},
+        {},
+        "engine and trainer compute differently",
+    ),
+    (
         "PH222",
         "warning",
         {"orchestrator": {"advantage": {"zero": "drop"}}, "trainer": {"loss": {"kl": {}}}},

@@ -65,27 +65,33 @@ def test_known_values() -> None:
 
 def test_an_optimal_token_baseline_weighs_what_came_before_a_token() -> None:
     """Of three replies one was sure of every token, one of none; the third goes on alone."""
-    replies = [([0.0, 0.0], 1.0), ([math.log(0.5)] * 2, 0.0), ([math.log(0.25), 0.0, -1.0], 2.0)]
-
-    def found(rewards: list[float]) -> Scores:
-        samples = [make_sample([0] * len(logs)) for logs, _ in replies]
-        samples = [
-            replace(sample, reward=r, logprobs=np.where(sample.loss_mask, 0, sample.logprobs).astype(np.float32))
-            for sample, r in zip(samples, rewards, strict=True)
-        ]
-        for sample, (logs, _) in zip(samples, replies, strict=True):
-            sample.logprobs[sample.loss_mask] = logs
-        group = [to_episode(make_result(samples=[s], reward=s.reward), 100) for s in samples]
-        return Scorer(AdvantageConfig(type="optimal_token_baseline"), max_tokens=99).score(group)
-
-    scores = found([1.0, 0.0, 2.0])
+    replies = [[0.0, 0.0], [math.log(0.5)] * 2, [math.log(0.25), 0.0, -1.0]]
+    scores = _against_token_baselines(replies, [1.0, 0.0, 2.0])
     assert scores.tokens is not None
     first, second = 2 * 0.75 / 1.25, 2 * 0.75 / 1.75  # weights 0, 1/2, 3/4; 0, 1, 3/4
     wanted = [[1 - first, 1 - second], [-first, -second], [2 - first, 2 - second, 0.0]]
     for [row], expected in zip(scores.tokens, wanted, strict=True):
         assert row[-len(expected) :].tolist() == pytest.approx(expected, rel=1e-6)
     assert scores.advantages.tolist() == pytest.approx([float(np.mean(row)) for row in wanted])
-    assert not found([0.1] * 3).has_signal
+    assert not _against_token_baselines(replies, [0.1] * 3).has_signal
+
+
+def test_tokens_that_only_equal_replies_reach_have_exactly_no_advantage_over_a_token_baseline() -> None:
+    rng = np.random.default_rng(0)
+    replies = [np.log(rng.uniform(0.01, 0.99, n)).tolist() for n in (20, 20, 20, 20, 3)]
+    tokens = _against_token_baselines(replies, [0.3, 0.3, 0.3, 0.1 + 0.2, 0.0]).tokens
+    assert tokens is not None
+    assert all(row[-20:-17].all() and not row[-17:].any() for [row] in tokens[:4])
+
+
+def _against_token_baselines(replies: list[list[float]], rewards: list[float]) -> Scores:
+    """Of a group whose replies have these log-probabilities."""
+    group = []
+    for logs, reward in zip(replies, rewards, strict=True):
+        sample = replace(make_sample([0] * len(logs)), reward=reward)
+        sample.logprobs[sample.loss_mask] = logs
+        group.append(to_episode(make_result(samples=[sample], reward=reward), 100))
+    return Scorer(AdvantageConfig(type="optimal_token_baseline"), max_tokens=99).score(group)
 
 
 def test_gdpo_tells_apart_what_adds_up_to_the_same() -> None:

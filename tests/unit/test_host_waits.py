@@ -90,7 +90,7 @@ CASES = {
     "recomputed": (0, {"ac": {"mode": "selective"}}, {}),
     "mixture of experts": (4, {}, {}),
     "sequence-level weight": (0, {}, {"type": "vespo"}),
-    "sequence-level correction": (0, {}, {"type": "gspo", "correction": {"level": "sequence"}}),
+    "sequence-level correction": (0, {}, {"type": "gspo", "correction": {"level": "sequence", "reject": {}}}),
 }
 
 

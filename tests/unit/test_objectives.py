@@ -176,6 +176,22 @@ def test_kl_to_a_reference_needs_its_logprobs() -> None:
     assert loss.item() == pytest.approx(0.5 * 2.0) and stats.sums["kl_penalty"].item() == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_an_unbiased_kl_of_stale_tokens_has_the_gradient_of_the_kl(estimator: str) -> None:
+    """In expectation over all tokens of a vocabulary, each as often as the policy that sampled gives it."""
+    draws = torch.Generator().manual_seed(0)
+    logits, mu, reference = (torch.randn(7, generator=draws).log_softmax(0) for _ in range(3))
+    log_pi = logits.requires_grad_().log_softmax(0)
+    micro = micro_of(mu.tolist(), [0.0] * 7)
+    micro.reference_logprobs = reference
+    kl = {"coef": 1.0, "estimator": estimator, "unbiased": True}
+    loss, _ = rl_loss(LossConfig.model_validate({"kl": kl}), micro, log_pi, mu.exp())
+    exact = (log_pi.exp() * (log_pi - reference)).sum()
+    found, wanted = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, exact))
+    torch.testing.assert_close(found, wanted)
+    assert estimator == "k2" or loss.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
 def test_coefficient_zero_measures_without_touching_the_loss() -> None:
     plain = gradient([-1.0, -2.0], [-1.5, -2.0], [1.0, -1.0], type="grpo")
     measured = gradient([-1.0, -2.0], [-1.5, -2.0], [1.0, -1.0], type="grpo", kl={"target": "behaviour", "coef": 0.0})

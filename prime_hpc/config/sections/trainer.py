@@ -110,11 +110,11 @@ class CovarianceConfig(Section):
     high: float = Field(5.0, gt=0)
     """`clip`: greatest one."""
     coef: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """`kl`: weight of the penalty."""
+    """`kl`: weight of the penalty (verl has 0.1)."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "CovarianceConfig":
-        if self.low >= self.high:
+        if self.type == "clip" and self.low >= self.high:
             raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g}), or no token is drawn")
         return self
 

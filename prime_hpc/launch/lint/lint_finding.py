@@ -70,7 +70,7 @@ CODES = {
     "PH214": "steps of epochs",
     "PH215": "what the hub does not have",
     "PH220": "steps without a learning rate, or a schedule longer than the run",
-    "PH221": "a clip narrower than the engine's numerics",
+    "PH221": "a clip or a penalty that only sees numerics",
     "PH222": "KL penalty or entropy bonus without the groups that have no signal",
     "PH223": "no room for a demonstration",
     "PH224": "a learning rate that nobody chose",

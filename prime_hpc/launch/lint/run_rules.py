@@ -194,6 +194,14 @@ def learning(subject: Subject) -> Iterator[Finding]:
             "is to the trainer's own policy",
             "trainer.loss.correction = {} (counts the mismatch apart), or clip_low and clip_high of 3e-3 and more",
         )
+    if loss.covariance is not None and loss.covariance.type == "kl" and experiment.async_level == 0:
+        yield Finding.warning(
+            "PH221",
+            "trainer.loss.covariance.type",
+            "kl penalises the distance to the policy that sampled, which with async_level = 0 is the trained one: what "
+            "is left is the sign of what engine and trainer compute differently",
+            "async_level of at least 1, or type = clip",
+        )
     if experiment.orchestrator.advantage.zero == "drop" and loss.is_of_all_tokens:
         yield Finding.warning(
             "PH222",

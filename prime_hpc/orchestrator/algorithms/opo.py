@@ -19,16 +19,24 @@ over the rollouts j that have a t-th sampled token. The paper's proxy of a token
 it, and with that in its place the proxy is 1 - pi(y), of the same mean, and W adds up hundreds of them. pi is the
 sampling engine's.
 
-Edge cases: equal rewards give exact zeros. A token whose place no other rollout reaches has none to compare with, and
-advantage 0 (verl's `handle_zero_tail` gives it the reward itself). Where all W are 0 the baseline is the plain mean.
-Turns and pieces of a rollout follow each other. Agents of several roles are compared role by role. The log shows each
-rollout's mean over its tokens.
+Edge cases: equal rewards of all that reach a place give exact zeros there. A token whose place no other rollout reaches
+has none to compare with, and advantage 0 (verl's `handle_zero_tail` gives it the reward itself). Where all W are 0 the
+baseline is the plain mean. Turns and pieces of a rollout follow each other. Agents of several roles are compared role
+by role. The log shows each rollout's mean over its tokens.
 """
 
 import numpy as np
 
 from prime_hpc.config.sections.advantage import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, Trace, all_equal, episode_means, traces_of
+from prime_hpc.orchestrator.algorithms.base import (
+    SPREAD_TOLERANCE,
+    FloatArray,
+    RewardGroup,
+    Trace,
+    all_equal,
+    episode_means,
+    traces_of,
+)
 
 
 def opo(group: RewardGroup, config: AdvantageConfig) -> FloatArray:
@@ -62,10 +70,9 @@ class OptimalTokenBaseline:
         weights = np.zeros(reaches.shape)
         weights[reaches] = np.concatenate(energies)
         weights = np.where((weights > 0).any(0), weights, reaches)
-        advantages = rewards[:, None] - rewards @ weights / weights.sum(0)
-        if all_equal(rewards):
-            advantages[:] = 0
-        advantages[:, reaches.sum(0) == 1] = 0  # exactly
+        gaps = np.subtract.outer(rewards, rewards)
+        gaps[np.abs(gaps) <= SPREAD_TOLERANCE * max(1.0, float(np.abs(rewards).max()))] = 0  # rounding
+        advantages = gaps @ weights / weights.sum(0)
         keys = ((trace.episode, trace.number) for trace in traces)
         return {key: row[own] for key, row, own in zip(keys, advantages, reaches, strict=True)}
 

@@ -72,14 +72,11 @@ def high_covariance(
 
 def _draws(batch: RankBatch, step: int) -> NDArray[np.float64]:
     """float64[T] in [0, 1), a draw of each token."""
-    ends, ids = batch.seq_offsets.tolist(), batch.token_ids
-    sequences = [ids[a:b] for a, b in pairwise(ends)]
-    seeds = [
-        [step, sample, zlib.crc32(own.tobytes())]
-        for sample, own in zip(batch.sample_ids.tolist(), sequences, strict=True)
-    ]
-    own_draws = [np.random.default_rng(seed).random(len(own)) for seed, own in zip(seeds, sequences, strict=True)]
-    return np.concatenate([np.zeros(0), *own_draws])
+    draws = [np.zeros(0)]
+    for sample, (start, stop) in zip(batch.sample_ids.tolist(), pairwise(batch.seq_offsets.tolist()), strict=True):
+        seed = [step, sample, zlib.crc32(batch.token_ids[start:stop].tobytes())]
+        draws.append(np.random.default_rng(seed).random(stop - start))
+    return np.concatenate(draws)
 
 
 def bounded(

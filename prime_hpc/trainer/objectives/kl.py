@@ -8,8 +8,9 @@ With d = log pi(t) - log q(t), q the other policy (a frozen reference, or the on
 
 Edge cases: d saturates at +-20, so that k3 cannot overflow; there its gradient is 0. log q = -inf saturates, too.
 Off-policy tokens are not reweighted: on stale batches the estimate is that of the sampling policy's tokens. With
-`trainer.loss.kl.unbiased` it is times pi(t) / mu(t), differentiable (DeepSeek-V3.2, arXiv 2512.02556): under mu
-unbiased for KL(pi || q), and with k3 its gradient, too; the ratio saturates at e^+-20.
+`trainer.loss.kl.unbiased` it is times pi(t) / mu(t), which saturates at e^+-20: differentiable with k1 and k3, whose
+value and gradient are then unbiased for those of KL(pi || q) under mu (DeepSeek-V3.2, arXiv 2512.02556); a constant
+with k2, whose gradient alone is.
 """
 
 import torch

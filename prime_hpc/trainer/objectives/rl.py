@@ -78,7 +78,8 @@ def rl_loss(
     if config.kl is not None:
         penalty = kl_estimate(logprobs, _kl_target(config.kl, micro), config.kl.estimator)
         if config.kl.unbiased:
-            penalty = penalty * (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            ratio = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            penalty = penalty * (ratio.detach() if config.kl.estimator == "k2" else ratio)
         stats.sums["kl_penalty"] = penalty.detach().sum()
         if config.kl.coef > 0:
             per_target = per_target + config.kl.coef * penalty
