@@ -27,7 +27,8 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
     (
         "dro_beta kl_tau",
         "the weight of a squared log-ratio to the policy that sampled: <trainer.loss.kl.coef>, with `behaviour` as "
-        "<trainer.loss.kl.target> and `k2` as <trainer.loss.kl.estimator>, which halves the square",
+        "<trainer.loss.kl.target> and `k2` as <trainer.loss.kl.estimator>, which halves the square as `dro_beta` does; "
+        "twice a `kl_tau`, which does not",
     ),
     (
         "ref_model sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
@@ -154,8 +155,13 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "nothing imitates good replies beside RL; imitation alone is <trainer.loss.type> `nll`",
     ),
     (
-        "handle_zero_tail calculate_sum_pi_squared",
+        "calculate_sum_pi_squared",
         "`optimal_token_baseline` needs no sum over the vocabulary: <orchestrator.advantage.type>",
+    ),
+    (
+        "handle_zero_tail",
+        "tokens that no other rollout reaches have advantage 0 with `optimal_token_baseline`: "
+        "<orchestrator.advantage.type>",
     ),
     ("filter_zero_advantages", "it is <orchestrator.advantage.zero>"),
     (
