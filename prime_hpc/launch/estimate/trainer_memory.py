@@ -108,16 +108,20 @@ def _critic_params(experiment: Experiment, facts: ModelFacts) -> int:
     """Parameters of a critic that begins as the policy, whose head is a row; 0 where there is none."""
     if experiment.kind != "rl" or experiment.trainer.critic is None:
         return 0
-    return (facts.num_params or 0) - (0 if facts.tied else facts.vocab_size * facts.hidden)
+    return _headless_params(facts)
+
+
+def _headless_params(facts: ModelFacts) -> int:
+    """Parameters of the text part without an output head: what a model that scores keeps of it."""
+    head = 0 if facts.tied else facts.vocab_size * facts.hidden
+    return facts.headless_params or (facts.trained_params(None) or 0) - head
 
 
 def _as_trained(experiment: Experiment, facts: ModelFacts) -> ModelFacts:
     """Return the facts of the model that trains: of a reward model the text part alone, whose head is a row."""
     if not experiment.trains_reward_model or facts.num_params is None:
         return facts
-    head = 0 if facts.tied else facts.vocab_size * facts.hidden
-    kept = facts.headless_params or (facts.trained_params(None) or 0) - head
-    return replace(facts, tied=True, num_params=kept, vision=None)
+    return replace(facts, tied=True, num_params=_headless_params(facts), vision=None)
 
 
 def _head_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, *, trained: bool) -> float:
