@@ -35,14 +35,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from prime_hpc.config.engine_groups import EngineRole
+from prime_hpc.config.engine_groups import MODELS, SECTIONS, EngineRole
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.named_code import BACKENDS
-from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.inference import InferenceConfig, JudgeInferenceConfig
 from prime_hpc.config.sections.sampling import SamplingOverride, SamplingSection
 from prime_hpc.runtime.device import Device
 from prime_hpc.runtime.failures import NodeError
+from prime_hpc.store.model.config import read_config
+from prime_hpc.store.model.files import is_classifier
 
 POLICY = "policy"
 """Name under which every server serves the policy, beside the model's own."""
@@ -210,13 +212,31 @@ def engines_title(servers: InferenceConfig) -> str:
     return load_backend(servers.backend).title
 
 
-def check_backend(experiment: Experiment, key: str, device: Device) -> Backend:
+def scores(experiment: Experiment) -> bool:
+    """Return whether a group of engines, as it sees the experiment, serves a model that scores and writes no reply."""
+    servers = experiment.inference
+    if isinstance(servers, JudgeInferenceConfig):
+        return servers.runner == "pooling"
+    return is_classifier(read_config(experiment.model.name) or {})
+
+
+def refusals_of(backend: Backend, experiment: Experiment, role: EngineRole) -> Iterator[Refusal]:
+    """Yield a backend's refusals of a group of engines by the keys that state the group.
+    `experiment`: as the group sees it, with its device."""
+    for refusal in backend.refusals(experiment):
+        is_own = refusal.key.startswith("inference.")
+        key = f"{SECTIONS[role]}{refusal.key.removeprefix('inference')}" if is_own else refusal.key
+        remedy = refusal.remedy.replace("inference.backend", f"{SECTIONS[role]}.backend")
+        yield Refusal(MODELS[role] if key == "model.name" else key, refusal.reason, remedy)
+
+
+def check_backend(experiment: Experiment, role: EngineRole, device: Device) -> Backend:
     """Return the backend of a group of engines, ready to start on a device.
     Raises ValueError: it is not installed, or cannot do what the config asks for."""
-    name = section(experiment).backend
+    name, key = section(experiment).backend, SECTIONS[role]
     backend = load_backend(name, f"{key}.backend")
     if missing := backend.missing():
         raise NodeError(f"{key}.backend = {name}: {missing}")
-    for refusal in backend.refusals(experiment.model_copy(update={"device": device.type})):
-        raise ValueError(f"{refusal.key.replace('inference.', f'{key}.', 1)}: {refusal.reason}; {refusal.remedy}")
+    for refusal in refusals_of(backend, experiment.model_copy(update={"device": device.type}), role):
+        raise ValueError(f"{refusal.key}: {refusal.reason}; {refusal.remedy}")
     return backend

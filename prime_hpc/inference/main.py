@@ -78,7 +78,7 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
     config, section_key = section(experiment), SECTIONS[args.role]
     _require_model(experiment.model.name)
     device = planned_device(experiment.device)
-    backend = check_backend(experiment, section_key, device)
+    backend = check_backend(experiment, args.role, device)
     sock = None if config.headless else _bind(config.server.host, port, f"{section_key}.server.port")
     key = server_key(revealed(config.api_key), args.role, experiment.orchestrator.client.api_key_var)
 

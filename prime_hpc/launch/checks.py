@@ -21,7 +21,7 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.bundled_arguments import argument_names, env_argument_names, taskset_module
 from prime_hpc.envs.env_config import BUNDLED, IN_PROCESS
 from prime_hpc.evals.versions import ADAPTER_CONFIG
-from prime_hpc.inference.backend import load_backend
+from prime_hpc.inference.backend import load_backend, refusals_of
 from prime_hpc.launch.estimate.model_facts import read_model, stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
 from prime_hpc.launch.reward_models import reward_models
@@ -89,9 +89,8 @@ def engine_problems(experiment: Experiment, role: str | None = None) -> Iterator
         if missing := backend.missing():
             yield Problem(f"{backend.title}: {missing}", f"{section}.backend")
         device = planned_device(experiment.device).type
-        for refusal in backend.refusals(view.model_copy(update={"device": device})):
-            key = refusal.key.replace("inference.", f"{section}.", 1)
-            yield Problem(f"{refusal.reason}; {refusal.remedy}", key)
+        for refusal in refusals_of(backend, view.model_copy(update={"device": device}), group):
+            yield Problem(f"{refusal.reason}; {refusal.remedy}", refusal.key)
 
 
 def _samples(experiment: Experiment, role: str | None) -> bool:

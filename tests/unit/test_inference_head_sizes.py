@@ -9,6 +9,8 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.engine_groups import served_by
+from prime_hpc.config.sections.inference import JudgeInferenceConfig
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
@@ -189,6 +191,18 @@ def test_a_server_that_is_started_by_hand_refuses_them_too(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"^model.name: .* heads of size 24.* inference.backend = transformers"):
         check_backend(tree, "inference", Device("cpu"))
     assert check_backend(tree, "inference", Device("cuda", 1)).title == "vLLM"
+
+
+def test_refusals_of_a_judge_name_its_keys_and_ways_that_it_has(tmp_path: Path) -> None:
+    experiment(tmp_path / "judge", 24)
+    tree, name = experiment(tmp_path / "policy", 64), str(tmp_path / "judge")
+    for servers, way in (
+        (JudgeInferenceConfig(model=name), "judge_inference.backend = transformers, GPUs, or another model"),
+        (JudgeInferenceConfig(model=name, runner="pooling"), "GPUs, or another model"),
+    ):
+        view = served_by(tree.model_copy(update={"judge_inference": servers}), "judge")
+        with pytest.raises(ValueError, match=rf"^judge_inference\.model: .* heads of size 24.*; use {way}$"):
+            check_backend(view, "judge", Device("cpu"))
 
 
 MIXED = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]

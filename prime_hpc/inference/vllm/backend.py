@@ -11,7 +11,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.families import count_experts, with_text_part
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.lora import matches
-from prime_hpc.inference.backend import Refusal, Start, section, stated_samplings
+from prime_hpc.inference.backend import Refusal, Start, scores, section, stated_samplings
 from prime_hpc.inference.server_process import die_with_parent, require_semaphores
 from prime_hpc.inference.vllm import installed
 from prime_hpc.inference.vllm.args import (
@@ -111,7 +111,7 @@ class VllmBackend:
             yield from _records_no_experts(section(experiment))
         config = read_config(experiment.model.name) or {}
         overrides = servers.vllm.get("hf_overrides") if servers is not None else None
-        yield from _not_as_trained(experiment.model.name, config, overrides if isinstance(overrides, dict) else {})
+        yield from _not_as_trained(experiment, config, overrides if isinstance(overrides, dict) else {})
         if experiment.samples:
             yield from _not_adapted(experiment, config)
         if experiment.device == "cpu":
@@ -152,7 +152,7 @@ class VllmBackend:
                 installed.require_plain_paths()
             installed.load_libnuma()
             print(describe_cpu(start.device), flush=True)
-        installed.require_torchvision(experiment.model)
+        installed.require_torchvision(experiment.model, scores=scores(experiment))
         port = 0 if start.sock is None else start.sock.getsockname()[1]
         argv = build_argv(experiment, device=device, replica=start.replica, port=port)
         compiled = open_cache(config.compile_cache, argv, os.environ) if config.compile_cache is not None else None
@@ -188,12 +188,21 @@ def speculates(extra: Mapping[str, Any]) -> bool:
     return not names.isdisjoint({"speculative_config", "spec_method", "spec_model"})
 
 
-def _not_as_trained(name: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[Refusal]:
+def _use(experiment: Experiment, *others: str) -> str:
+    """Word what to do instead: the other backend, but for a model that scores, or something else."""
+    ways = [*(() if scores(experiment) else ("inference.backend = transformers",)), *others]
+    return "use " + ", or ".join([*([", ".join(ways[:-1])] if ways[1:] else []), ways[-1]])
+
+
+def _not_as_trained(
+    experiment: Experiment, config: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> Iterator[Refusal]:
     """Yield what vLLM 0.32 computes otherwise than transformers, or refuses.
     `overrides`: what vLLM is told in the place of parts of `config`."""
+    name = experiment.model.name
     if (kind := config.get("model_type")) in UNSERVED_FAMILIES:
         reason = f"{name} ({kind}): vLLM serves no models of its kind"
-        yield Refusal("model.name", reason, "use inference.backend = transformers, or another model")
+        yield Refusal("model.name", reason, _use(experiment, "another model"))
     if unstated := router_unstated({**config, **overrides}):
         yield Refusal(
             "model.name",
@@ -244,7 +253,7 @@ def _not_adapted(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[
 
 def _not_on_cpu(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield models and keys for which vLLM 0.32 has no kernels on a CPU, or wrong ones."""
-    name, elsewhere = experiment.model.name, "use inference.backend = transformers, GPUs, or another model"
+    name, elsewhere = experiment.model.name, _use(experiment, "GPUs", "another model")
     adapted = experiment.model.lora is not None and experiment.samples
     if adapted and count_experts(config):
         yield Refusal(
@@ -266,7 +275,7 @@ def _not_on_cpu(experiment: Experiment, config: Mapping[str, Any]) -> Iterator[R
         yield Refusal(
             "model.dtype",
             f"on a CPU vLLM computes the linear attention of {name} ({config['model_type']}) in bfloat16 alone",
-            "use bfloat16, inference.backend = transformers, or GPUs",
+            _use(experiment, "bfloat16", "GPUs"),
         )
     if (sizes := delta_sizes(config)) and (len(set(sizes)) > 1 or sizes[0] not in CPU_DELTA_SIZES):
         yield Refusal(

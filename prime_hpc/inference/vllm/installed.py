@@ -103,14 +103,14 @@ def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
     )
 
 
-def require_torchvision(model: ModelConfig) -> None:
+def require_torchvision(model: ModelConfig, *, scores: bool = False) -> None:
     """Refuse to start what would end in vLLM's own import, minutes later: images, or a class that imports torchvision
-    even for text alone. Raises NodeError: there is none."""
+    even for text alone. `scores`: it is a model that vLLM alone serves. Raises NodeError: there is none."""
     classes = (read_config(model.name) or {}).get("architectures")
     imports = isinstance(classes, list) and not TORCHVISION_CLASSES.isdisjoint(map(str, classes))
     if not (imports or model.vision is not None) or find_spec("torchvision") is not None:
         return
-    other = "" if model.vision is not None else ", or take inference.backend = transformers"
+    other = "" if scores or model.vision is not None else ", or take inference.backend = transformers"
     raise NodeError(
         f"model.name = {model.name}: vLLM needs torchvision for models that see images, also where they are served for "
         "text alone, and it is not installed here. It comes with the gpu extra; for a CPU, install the build for CPUs "

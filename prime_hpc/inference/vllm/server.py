@@ -209,13 +209,15 @@ def _import_model_class(model: str) -> None:
     """Import the model's class in this process, for the engines that are forked from it.
 
     Otherwise vLLM looks at the class in a child process of its own (it must keep CUDA out of this one), which imports
-    everything again: 10 s at the first start on a machine.
+    everything again: 10 s at the first start on a machine. A reward model is of its language model's class, which vLLM
+    finds only after it looked at the one by which it runs transformers' code.
     """
     config = Path(model) / "config.json"
     if not config.is_file():
         return
     for name in json.loads(config.read_text(encoding="utf-8")).get("architectures") or []:
-        known = ModelRegistry.models.get(name)
+        base = name.replace("ForSequenceClassification", "ForCausalLM")
+        known = ModelRegistry.models.get(name, ModelRegistry.models.get(base))
         if known is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
 

@@ -6,14 +6,14 @@ has its config.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.families import count_experts, experts_per_token, family_of, first_number, with_text_part
 from prime_hpc.launch.estimate.vision import VisionFacts, vision_facts
 from prime_hpc.store.model.config import find_config, read_config
-from prime_hpc.store.model.files import stored_tensors
+from prime_hpc.store.model.files import StoredTensor, headless, stored_tensors
 
 GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -98,6 +98,8 @@ class ModelFacts:
     """Its part that sees images, whose parameters are among `num_params`."""
     delta: DeltaLayers | None = None
     """Those of its layers that keep a state in place of keys and values."""
+    headless_params: int | None = None
+    """Parameters of its text part without an output head, where they were counted: what a reward model keeps."""
 
     @property
     def num_caches(self) -> int:
@@ -114,7 +116,11 @@ class ModelFacts:
 def read_model(name: str) -> ModelFacts | None:
     """Shape of a model; None where its config cannot be found or is of a kind that this file does not know."""
     path, config = find_config(name), read_config(name)
-    return None if path is None or config is None else model_facts(config, stored_params(path.parent))
+    if path is None or config is None:
+        return None
+    stored = _stored(path.parent)
+    facts = model_facts(config, _count(stored))
+    return facts and replace(facts, headless_params=_count(headless(stored)))
 
 
 def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> ModelFacts | None:
@@ -194,13 +200,20 @@ def _as_others_name_it(gpt2: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored_params(folder: Path) -> int | None:
     """Return the number of values in a directory's safetensors files, from their headers; None where there are none."""
-    shapes = stored_shapes(folder)
-    return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
+    return _count(_stored(folder))
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Name -> shape of the tensors in a directory's safetensors files; None where they cannot be read, or are none."""
+    return {name: tensor.shape for name, tensor in _stored(folder).items()} or None
+
+
+def _stored(folder: Path) -> Mapping[str, StoredTensor]:
     try:
-        return {name: tensor.shape for name, tensor in stored_tensors(folder).items()} or None
+        return stored_tensors(folder)
     except ValueError:  # half-written
-        return None
+        return {}
+
+
+def _count(tensors: Mapping[str, StoredTensor]) -> int | None:
+    return sum(math.prod(tensor.shape) for tensor in tensors.values()) or None

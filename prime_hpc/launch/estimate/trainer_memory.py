@@ -33,6 +33,7 @@ def state_bytes_per_param(experiment: Experiment) -> int:
 
 def checkpoint_gib(experiment: Experiment, facts: ModelFacts) -> float | None:
     """One checkpoint of the trainer: master weights and optimizer state, no gradients."""
+    facts = _as_trained(experiment, facts)
     if facts.num_params is None:
         return None
     trained = adapter_params(experiment, facts) or facts.trained_params(experiment.model.vision) or 0
@@ -107,14 +108,20 @@ def _critic_params(experiment: Experiment, facts: ModelFacts) -> int:
     """Parameters of a critic that begins as the policy, whose head is a row; 0 where there is none."""
     if experiment.kind != "rl" or experiment.trainer.critic is None:
         return 0
-    return (facts.num_params or 0) - (0 if facts.tied else facts.vocab_size * facts.hidden)
+    return _headless_params(facts)
+
+
+def _headless_params(facts: ModelFacts) -> int:
+    """Parameters of the text part without an output head: what a model that scores keeps of it."""
+    head = 0 if facts.tied else facts.vocab_size * facts.hidden
+    return facts.headless_params or (facts.trained_params(None) or 0) - head
 
 
 def _as_trained(experiment: Experiment, facts: ModelFacts) -> ModelFacts:
-    """Return the facts of the model that trains: a reward model's head is a row."""
-    if not experiment.trains_reward_model or facts.tied or facts.num_params is None:
+    """Return the facts of the model that trains: of a reward model the text part alone, whose head is a row."""
+    if not experiment.trains_reward_model or facts.num_params is None:
         return facts
-    return replace(facts, tied=True, num_params=facts.num_params - facts.vocab_size * facts.hidden)
+    return replace(facts, tied=True, num_params=_headless_params(facts), vision=None)
 
 
 def _head_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, *, trained: bool) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from prime_hpc.config import ConfigError
 from prime_hpc.config.engine_groups import EngineRole
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
-from prime_hpc.inference.backend import load_backend
+from prime_hpc.inference.backend import load_backend, refusals_of
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.runtime.device import Stated, planned_device
 from prime_hpc.slurm.placement import stated_device
@@ -31,11 +31,9 @@ def abilities(subject: Subject) -> Iterator[Finding]:
     """Keys that ask a backend for what it does not do, and a backend that is not installed."""
     for group in subject.engines:
         backend = load_backend(group.servers.backend)
-        for refusal in backend.refusals(group.view.model_copy(update={"device": _device_of(subject, group.role)})):
-            where = refusal.key
-            if where.startswith("inference."):
-                where = f"{group.section}.{where.removeprefix('inference.')}"
-            yield Finding.error("PH124", where, refusal.reason, refusal.remedy)
+        view = group.view.model_copy(update={"device": _device_of(subject, group.role)})
+        for refusal in refusals_of(backend, view, group.role):
+            yield Finding.error("PH124", refusal.key, refusal.reason, refusal.remedy)
         if not subject.is_slurm and (missing := backend.missing()):  # a login node does without it
             key = f"{group.section}.backend"
             yield Finding.error("PH125", key, f"{backend.title}: {missing}", "install it, or another backend")

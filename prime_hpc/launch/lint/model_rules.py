@@ -7,7 +7,8 @@ from typing import Any
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import MODELS, sampling_role, trained_names
-from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_of, rotary_problem
+from prime_hpc.config.families import OWN_EXPERTS, VISION_ALONE, Family, family_of, rotary_problem, with_text_part
+from prime_hpc.inference.vllm.backend import UNSERVED_FAMILIES
 from prime_hpc.launch.checks import adapter_problems, left_whole, read_vocabulary, trained_models
 from prime_hpc.launch.estimate.engine_memory import engine_memory, vocab_fits
 from prime_hpc.launch.estimate.model_facts import ModelFacts
@@ -272,9 +273,15 @@ def adapters(subject: Subject) -> Iterator[Finding]:
 
 @rule(*EVERY, pods=True)
 def scores(subject: Subject) -> Iterator[Finding]:
-    """Reward models where replies are needed, and judges of the other kind than their runner."""
+    """Reward models where replies are needed, judges of the other kind than their runner, and reward models that no
+    engine will serve once they are trained."""
     for problem in reward_models(subject.experiment):
         yield Finding.error("PH131", problem.key, problem.message, "")
+    name = subject.experiment.model.name
+    kind = with_text_part(read_config(name) or {}).get("model_type")
+    if subject.experiment.trains_reward_model and kind in UNSERVED_FAMILIES:
+        said = f"{name} ({kind}): vLLM, which alone serves reward models, serves none of its kind"
+        yield Finding.warning("PH131", "model.name", said, "begin with another model, or score by transformers alone")
 
 
 @rule(*TRAINING, pods=True)

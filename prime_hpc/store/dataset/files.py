@@ -172,7 +172,12 @@ def _unread_mask(names: Sequence[str], source: SFTSourceConfig) -> str | None:
 
 
 def _has_sides(names: Sequence[str], source: SFTSourceConfig) -> bool:
-    return all(source.columns.get(side, side) in names for side in SIDES)
+    return all(source.columns.get(side, side) in names for side in SIDES) and not _lacks_margin(names, source)
+
+
+def _lacks_margin(names: Sequence[str], source: SFTSourceConfig) -> bool:
+    """Return whether `columns` names margins of the rows that there are none of: each would silently be 0."""
+    return source.scores and MARGIN in source.columns and source.columns[MARGIN] not in names
 
 
 def _has_turns(names: Sequence[str], source: SFTSourceConfig) -> bool:
@@ -219,6 +224,11 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
     """Word the error where `has_columns` is false."""
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion", "text")}
     have = ", ".join(sorted(map(str, names))) or "none"
+    if source.holds_pairs and _lacks_margin(names, source):
+        return (
+            f"{source.key}.columns takes margins from `{source.columns[MARGIN]}`; the columns are: {have}. Mend the "
+            "name, or leave it out; a row without a margin of its own states 0"
+        )
     if source.holds_pairs:
         wanted = " and ".join(f"`{source.columns.get(side, side)}`" for side in SIDES)
         return (

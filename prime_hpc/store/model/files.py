@@ -10,7 +10,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ _TOKEN_TABLES = (
     "embed_in.weight",
     "tok_embeddings.weight",
 )
+SCORE = "score.weight"
+"""Name of a reward model's head."""
+_LM_HEADS = ("lm_head.", "embed_out.", "output_projection.")
+"""Beginnings of the names of a language model's head: its weight, of some families a bias."""
+_WITHIN = re.compile(r"(model\.language_model|language_model\.model)\.")
+"""Beginnings of the names of a language model's tensors within a model that sees."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head|output|output_projection)\.")
 """Of an output head, in the families whose table of tokens is called `embed_tokens`."""
 
@@ -205,6 +211,15 @@ def other_vocabulary(folder: Path, tensors: Mapping[str, StoredTensor]) -> str |
 def is_classifier(config: Mapping[str, Any]) -> bool:
     """Return whether config.json is that of a model that scores what it reads, such as a reward model."""
     return any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+
+
+def headless(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a model's text part without the language model's head, and with that of a reward model, by
+    the names that they have where it is alone: what a reward model begins with."""
+    within = {_WITHIN.sub("model.", n): replace(t, name=n) for n, t in tensors.items() if _WITHIN.match(n)}
+    if within and SCORE in tensors:
+        within[SCORE] = tensors[SCORE]
+    return {name: tensor for name, tensor in (within or tensors).items() if not name.startswith(_LM_HEADS)}
 
 
 def without_head(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:

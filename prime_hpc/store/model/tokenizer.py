@@ -155,8 +155,9 @@ def _write(note: Path, chosen: type) -> None:
             write_atomic(note, text, sync=False, mode=0o600)
 
 
-def pad_of(tokenizer: Any) -> int | None:
+def pad_of(tokenizer: Any, vocab_size: int) -> int | None:
     """Return the token by which transformers is to know what is padding behind a text: the tokenizer's own, else one
-    that ends no text."""
+    that ends no text.
+    `vocab_size`: of the model, which may have no embedding of a token that was added for padding."""
     ids = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-    return next((i for i in ids if i is not None), None)
+    return next((i for i in ids if i is not None and i < vocab_size), None)

@@ -186,7 +186,7 @@ class RowTokenizer:
     def _scored(self, side: SFTSample) -> SFTSample:
         """Return a side that is read at its last token. Raises SFTDataError: transformers takes it for padding."""
         last = int(side.token_ids[-1])
-        if last == self._tokenizer.score_pad:
+        if last == self._tokenizer.score_pad(self._vocab_size):
             raise SFTDataError(
                 f"a side ends with the tokenizer's padding token {self._tokenizer.decode([last])!r}, behind which "
                 "transformers looks for no score: state another pad_token in tokenizer_config.json of the model"

@@ -74,10 +74,9 @@ class ChatTokenizer:
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         return next(i for i in ids if i is not None and i < vocab_size)
 
-    @property
-    def score_pad(self) -> int | None:
-        """The token that a published reward model takes for padding."""
-        return pad_of(self._tokenizer)
+    def score_pad(self, vocab_size: int) -> int | None:
+        """Return the token that a published reward model takes for padding. `vocab_size`: of the model."""
+        return pad_of(self._tokenizer, vocab_size)
 
     @property
     def looks(self) -> int:

@@ -6,9 +6,7 @@ model's head, and reads it at the last token that is no padding; so does vLLM (`
 """
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,13 @@ import torch
 from torch import nn
 
 from prime_hpc.config import Experiment
-from prime_hpc.store.model.files import StoredTensor, read_config
+from prime_hpc.store.model.files import SCORE, StoredTensor, headless, read_config
 from prime_hpc.store.model.tokenizer import load_tokenizer, pad_of
 from prime_hpc.trainer.lora.linear import LoraLinear
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
 from prime_hpc.trainer.parallel.tensor import local
 
-SCORE = "score.weight"
 _NOWHERE = "a new head"
-_LM_HEADS = ("lm_head.", "embed_out.", "output_projection.")
-"""Names of a language model's head, which a reward model has not: its weight, of some families a bias."""
-_WITHIN = re.compile(r"(model\.language_model|language_model\.model)\.")
-"""Beginnings of the names of a language model's tensors within a model that sees."""
 
 
 def config_of(hf_config: Any) -> Any:
@@ -52,16 +45,10 @@ def stored_with_score(stored: Mapping[str, StoredTensor], hf: Any, source: Path)
     if type(head) is not nn.Linear or head.bias is not None:
         raise ValueError(f"{type(hf).__name__} has no head `score` without a bias: no engine would serve it")
     vars(hf)["get_output_embeddings"] = lambda: hf.score  # what asks for the output head means this one
-    rest = {name: tensor for name, tensor in _of_text(stored).items() if not name.startswith(_LM_HEADS)}
+    rest = headless(stored)
     if SCORE in rest and rest[SCORE].shape[0] != 1:
         raise ValueError(f"{source} is a classifier of {rest[SCORE].shape[0]} labels, and a reward model has one")
     return {SCORE: StoredTensor(source / _NOWHERE, "F32", tuple(head.weight.shape)), **rest}
-
-
-def _of_text(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Return the tensors of the language model by the names that they have where it is alone."""
-    within = {n: replace(t, name=n) for n, t in stored.items() if _WITHIN.match(n) or n == SCORE}
-    return {_WITHIN.sub("model.", n): t for n, t in within.items()} if within.keys() - {SCORE} else stored
 
 
 def is_new(stored: Mapping[str, StoredTensor]) -> bool:
@@ -94,10 +81,10 @@ def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:
         tokenizer = load_tokenizer(str(source), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer in {source} ({error})") from error
-    if (pad := pad_of(tokenizer)) is None:
+    if (pad := pad_of(tokenizer, hf.config.vocab_size)) is None:
         raise ValueError(
-            f"{source}: its tokenizer has none of the special tokens, so nobody could tell padding: state pad_token in "
-            "its tokenizer_config.json"
+            f"{source}: its tokenizer has none of the special tokens within the model's vocabulary of "
+            f"{hf.config.vocab_size}, so nobody could tell padding: state pad_token in its tokenizer_config.json"
         )
     whole = read_config(source)
     config = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
@@ -109,16 +96,16 @@ def stated(hf: Any, source: Path, *, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def padding_tokenizer(source: Path, pad: int) -> dict[str, bytes]:
-    """Return tokenizer_config.json with the padding token of a reward model's config.json where the tokenizer has none:
-    who scores several conversations at once could not fill up the shorter ones; {}: it has one, or is code of its own.
-    """
+    """Return tokenizer_config.json with the padding token of a reward model's config.json where the tokenizer has none,
+    or one that the model has no embedding of: who scores several conversations at once could not fill up the shorter
+    ones; {}: it is that one, or is code of its own."""
     path = source / "tokenizer_config.json"
     try:
         tokenizer = load_tokenizer(str(source))
         stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
-    if tokenizer.pad_token_id is not None:
+    if tokenizer.pad_token_id == pad:
         return {}
     own = {"pad_token": tokenizer.convert_ids_to_tokens(pad)}
     return {path.name: (json.dumps(stated | own, indent=2, ensure_ascii=False) + "\n").encode()}
