@@ -137,6 +137,7 @@ def test_advantages_and_gradients_are_those_of_the_formulas(group: None, tmp_pat
     if layout != "a row a sample":  # where samples are dealt out anew
         np.testing.assert_allclose(torch.cat(found).numpy(), whitened, rtol=1e-3, atol=1e-4)
     assert step._learned["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert (step._learned["shared_tokens"] > 0) == (layout == "packed")  # prompts that are computed once
     theirs = dict(hf.named_parameters())
     mine: dict[str, Any] = {n: p.grad.full_tensor().double() for n, p in step.critic.policy.hf.named_parameters()}
     assert mine.keys() == theirs.keys() and mine["score.weight"].abs().sum() > 0
@@ -178,6 +179,17 @@ def test_a_batch_without_a_target_changes_neither_model(group: None, tmp_path: P
     assert metrics["critic/loss"] == metrics["critic/return"] == metrics["critic/explained_variance"] == 0
     for old, new in zip(before, (weights_of(step), weights_of(step.critic)), strict=True):
         assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def test_a_batch_of_words_to_predict_leaves_the_critic_as_it_is(group: None, tmp_path: Path) -> None:
+    optim = {"optim": {"lr": 1e-2}}
+    step = step_of(experiment := experiment_of(make_tiny_model(tmp_path / "model"), {"lr": 1e-2}, trainer=optim))
+    batch, objective = batch_of([[0, 1], [2, 3, 4, 5]], echo=True), loss_of(experiment)
+    step.run(1, batch, objective)  # from now on its optimizer has momentum
+    policy, critic = weights_of(step), weights_of(step.critic)
+    step.run(2, replace(batch, loss_mask=np.zeros_like(batch.loss_mask)), objective)
+    assert all(torch.equal(old, weights_of(step.critic)[name]) for name, old in critic.items())
+    assert any(not torch.equal(old, weights_of(step)[name]) for name, old in policy.items())
 
 
 def test_an_adapter_trains_beside_a_whole_critic_in_half_precision(group: None, tmp_path: Path) -> None:
