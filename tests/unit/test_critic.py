@@ -249,6 +249,7 @@ CRITIC = ["--trainer.critic.lam", "0.9"]
             "cannot be shared by the runs",
         ),
         ([*GAE, *CRITIC, "--model.vision", "frozen"], "reads text alone"),
+        ([*GAE, "--trainer.critic.warmup-steps", "9", "--max-steps", "9"], "alone in all of the run's 9 steps"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags: list[str], words: str) -> None:
@@ -260,6 +261,11 @@ def test_what_does_not_go_together_is_refused(flags: list[str], words: str) -> N
 def test_a_critic_takes_single_rollouts_and_those_without_a_reward() -> None:
     flags = ["--orchestrator.env.0.id", "reverse-text", *GAE, *CRITIC, "--orchestrator.rollouts-per-example", "1"]
     assert zero_groups(load_experiment(flags, "rl", {}).experiment) == "keep"
+
+
+def test_gae_may_be_stated_of_each_environment() -> None:
+    flags = ["--orchestrator.env.0.id", "reverse-text", "--orchestrator.env.0.algorithm", "gae", *CRITIC]
+    assert load_experiment(flags, "rl", {}).experiment.orchestrator.advantage_of(0).type == "gae"
 
 
 def test_a_lambda_that_nothing_reads_is_told() -> None:
