@@ -16,6 +16,7 @@ from prime_hpc.config.sources.load import load_experiment
 from prime_hpc.launch.checks import reward_models, trained_names
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.orchestrator.batching.batch_builder import zero_groups
+from prime_hpc.runtime.failures import NodeError
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.run_paths import RunPaths
@@ -226,6 +227,15 @@ def test_a_critic_of_another_vocabulary_is_refused(group: None, tmp_path: Path) 
     hf.save_pretrained(other)
     with pytest.raises(ConfigError, match=r"trainer\.critic\.name: .* has 400 tokens, the policy has 341"):
         step_of(experiment_of(source, {"name": str(other)}), head=None)
+
+
+def test_a_critic_that_cannot_be_loaded_is_named_by_its_key(group: None, tmp_path: Path) -> None:
+    source, bare = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    for name, words in ((bare, "no tokenizer"), (tmp_path / "gone", "no such directory")):
+        with pytest.raises((ValueError, NodeError), match=f"trainer.critic.name = {name}: {words}"):
+            step_of(experiment_of(source, {"name": str(name)}), head=None)
 
 
 GAE = ["--orchestrator.advantage.type", "gae"]
