@@ -176,8 +176,7 @@ def load_policy(
         context: tokens that the engines are made for, see `rotary`; None: the model's own limit.
         rows: how samples lie, see `trainer.rows`.
         replays_routers: send tokens to the experts that micro-batches name.
-        new_head: make a reward model of it: in the place of the language model's head a scalar one (`score_head`),
-            drawn from this seed where the checkpoint has none.
+        new_head: make a reward model of it, with a scalar head (`score_head`), drawn from this seed where it has none.
         key: of the config, that names the model.
 
     Raises:
