@@ -243,7 +243,7 @@ def _times_and_sizes(section: Section, above: str = "") -> Iterator[tuple[str, f
 def _of_critic(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """Yield what a critic cannot do, what would mislead it, and an algorithm that needs one."""
     orchestrator, trainer = experiment.orchestrator, experiment.trainer
-    advantages = [orchestrator.advantage, *map(orchestrator.advantage_of, range(len(orchestrator.env)))]
+    advantages = list(map(orchestrator.advantage_of, range(len(orchestrator.env)))) or [orchestrator.advantage]
     types = dict.fromkeys(advantage.type for advantage in advantages if ":" not in advantage.type)
     of_critic = [name for name in types if ALGORITHMS[name].critic]
     if trainer.critic is None:
@@ -258,6 +258,9 @@ def _of_critic(experiment: Experiment) -> Iterator[tuple[str, str]]:
         yield "orchestrator.advantage.scale", "gae gives rewards, and no advantages: trainer.critic.whiten scales those"
     if orchestrator.advantage.zero == "drop":
         yield "orchestrator.advantage.zero", "would hide rewards of 0 from the critic: leave it out"
+    if (last := experiment.num_steps) is not None and trainer.critic.warmup_steps >= last:
+        message = f"the critic would learn alone in all of the run's {last} steps, and the policy never: state fewer"
+        yield "trainer.critic.warmup_steps", message
     if trainer.max_concurrent_runs > 1:
         yield "trainer.critic", "cannot be shared by the runs of trainer.max_concurrent_runs > 1: leave one of them out"
     if experiment.model.vision is not None:

@@ -165,7 +165,7 @@ def _tokens_of(batch: RankBatch, sequence: int, decoder: TokenText | None) -> di
         "logprobs": _thousandths(logprobs),
         "versions": _runs(batch.versions[window].tolist()),
         "trained": _runs(batch.loss_mask[window].astype(int).tolist()),
-        "advantage": short(float(advantages[0])) if len(advantages) else None,
+        "advantage": short(float(advantages[0])) if len(advantages) and (advantages == advantages[0]).all() else None,
         "temperature": short(float(batch.temperatures[sequence])),
         "num_tokens": last - first,
         "cut": cut,

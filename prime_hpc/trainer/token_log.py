@@ -38,31 +38,33 @@ class TokenLog:
         self._writer: MetricsWriter | None = None
         self._interval = max(1, max_steps // STEPS_LOGGED)
         self._batch: RankBatch | None = None
-        self._logprobs: torch.Tensor | None = None
+        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Log-probabilities and advantages, as the objective has them: a critic's are not the batch's."""
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is logged."""
         return step == 1 or step % self._interval == 0
 
     def watch(self, batch: RankBatch, objective: MicroBatchLoss) -> MicroBatchLoss:
-        """Return the objective that keeps the log-probabilities of its first micro-batch."""
-        self._batch, self._logprobs = batch, None
+        """Return the objective that keeps what it sees of its first micro-batch."""
+        self._batch, self._seen = batch, None
 
         def watched(micro: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-            if self._logprobs is None:
-                self._logprobs = logprobs.detach()
+            if self._seen is None:
+                self._seen = logprobs.detach(), micro.advantages
             return objective(micro, logprobs, weights)
 
         return watched
 
     def write(self, step: int) -> None:
         """Write what was seen of a step; that it cannot is no reason to end a run."""
-        batch, logprobs = self._batch, self._logprobs
-        self._batch = self._logprobs = None
-        if batch is None or logprobs is None:
+        batch, seen = self._batch, self._seen
+        self._batch = self._seen = None
+        if batch is None or seen is None:
             return
         try:
-            rows = token_rows(batch.micro_batch(0), logprobs.float().cpu().numpy(), self._per_step)
+            logprobs, advantages = (values.float().cpu().numpy() for values in seen)
+            rows = token_rows(batch.micro_batch(0), logprobs, advantages, self._per_step)
             if rows:
                 self._writer = self._writer or MetricsWriter(self._path)
                 for row in rows:
@@ -98,12 +100,14 @@ def open_token_log(experiment: Experiment, paths: RunPaths) -> TokenLog | None:
     return TokenLog(paths.metrics("tokens"), config.log_tokens, experiment.max_steps)
 
 
-def token_rows(part: RankBatch, logprobs: NDArray[np.float32], count: int) -> list[dict[str, Any]]:
-    """Return rows of the sequences with the best and the worst reward.
-    `logprobs`: float32[N], the trainer's of its trained tokens, in their order."""
+def token_rows(
+    part: RankBatch, logprobs: NDArray[np.float32], advantages: NDArray[np.float32], count: int
+) -> list[dict[str, Any]]:
+    """Return rows of the sequences with the best and the worst reward; of their tokens' advantages the mean.
+    `logprobs`, `advantages`: float32[N], the trainer's of its trained tokens, in their order."""
     mask = part.target_mask()
-    both = np.full(part.num_tokens, np.nan, np.float32)
-    both[mask] = logprobs
+    both, gains = np.full((2, part.num_tokens), np.nan, np.float32)
+    both[mask], gains[mask] = logprobs, advantages
     order = np.argsort(-part.rewards, kind="stable").tolist()
     chosen = [order.pop(0 if i % 2 == 0 else -1) for i in range(min(count, len(order)))]
     found = []
@@ -120,7 +124,7 @@ def token_rows(part: RankBatch, logprobs: NDArray[np.float32], count: int) -> li
                 "env": int(part.env_ids[sequence]),
                 "reward": float(part.rewards[sequence]),
                 "temperature": float(part.temperatures[sequence]),
-                "advantage": float(part.advantages[window][trained][0]),
+                "advantage": round(float(gains[window][trained].mean(dtype=np.float64)), 6),
                 "num_tokens": last - first,
                 "ids": part.token_ids[window].tolist(),
                 "logprobs": _rounded(part.logprobs[window], sampled),

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -165,7 +166,8 @@ def add_tokens(folder: Path, steps: Sequence[int]) -> None:
         batch = read_rank_batch(RunPaths(folder).rollouts_step(step), 0)
         objective = log.watch(batch, lambda *_: (torch.zeros(()), LossStats({}, {})))
         logprobs = torch.from_numpy(batch.logprobs[batch.target_mask()] - np.float32(np.log(2)))
-        objective(cast("MicroBatch", None), logprobs, logprobs)
+        advantages = torch.from_numpy(batch.advantages[batch.target_mask()])
+        objective(cast("MicroBatch", SimpleNamespace(advantages=advantages)), logprobs, logprobs)
         log.write(step)
 
 

@@ -16,6 +16,7 @@ from prime_hpc.config.sources.load import load_experiment
 from prime_hpc.launch.checks import reward_models, trained_names
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.orchestrator.batching.batch_builder import zero_groups
+from prime_hpc.runtime.failures import NodeError
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.run_paths import RunPaths
@@ -137,6 +138,7 @@ def test_advantages_and_gradients_are_those_of_the_formulas(group: None, tmp_pat
     if layout != "a row a sample":  # where samples are dealt out anew
         np.testing.assert_allclose(torch.cat(found).numpy(), whitened, rtol=1e-3, atol=1e-4)
     assert step._learned["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert (step._learned["shared_tokens"] > 0) == (layout == "packed")  # prompts that are computed once
     theirs = dict(hf.named_parameters())
     mine: dict[str, Any] = {n: p.grad.full_tensor().double() for n, p in step.critic.policy.hf.named_parameters()}
     assert mine.keys() == theirs.keys() and mine["score.weight"].abs().sum() > 0
@@ -180,6 +182,17 @@ def test_a_batch_without_a_target_changes_neither_model(group: None, tmp_path: P
         assert all(torch.equal(old[name], new[name]) for name in old)
 
 
+def test_a_batch_of_words_to_predict_leaves_the_critic_as_it_is(group: None, tmp_path: Path) -> None:
+    optim = {"optim": {"lr": 1e-2}}
+    step = step_of(experiment := experiment_of(make_tiny_model(tmp_path / "model"), {"lr": 1e-2}, trainer=optim))
+    batch, objective = batch_of([[0, 1], [2, 3, 4, 5]], echo=True), loss_of(experiment)
+    step.run(1, batch, objective)  # from now on its optimizer has momentum
+    policy, critic = weights_of(step), weights_of(step.critic)
+    step.run(2, replace(batch, loss_mask=np.zeros_like(batch.loss_mask)), objective)
+    assert all(torch.equal(old, weights_of(step.critic)[name]) for name, old in critic.items())
+    assert any(not torch.equal(old, weights_of(step)[name]) for name, old in policy.items())
+
+
 def test_an_adapter_trains_beside_a_whole_critic_in_half_precision(group: None, tmp_path: Path) -> None:
     model = {"dtype": "bfloat16", "lora": {"rank": 4}}
     optim = {"optim": {"lr": 1e-2}}
@@ -216,6 +229,15 @@ def test_a_critic_of_another_vocabulary_is_refused(group: None, tmp_path: Path) 
         step_of(experiment_of(source, {"name": str(other)}), head=None)
 
 
+def test_a_critic_that_cannot_be_loaded_is_named_by_its_key(group: None, tmp_path: Path) -> None:
+    source, bare = make_tiny_model(tmp_path / "model"), make_tiny_model(tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    for name, words in ((bare, "no tokenizer"), (tmp_path / "gone", "no such directory")):
+        with pytest.raises((ValueError, NodeError), match=f"trainer.critic.name = {name}: {words}"):
+            step_of(experiment_of(source, {"name": str(name)}), head=None)
+
+
 GAE = ["--orchestrator.advantage.type", "gae"]
 CRITIC = ["--trainer.critic.lam", "0.9"]
 
@@ -237,6 +259,7 @@ CRITIC = ["--trainer.critic.lam", "0.9"]
             "cannot be shared by the runs",
         ),
         ([*GAE, *CRITIC, "--model.vision", "frozen"], "reads text alone"),
+        ([*GAE, "--trainer.critic.warmup-steps", "9", "--max-steps", "9"], "alone in all of the run's 9 steps"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags: list[str], words: str) -> None:
@@ -248,6 +271,11 @@ def test_what_does_not_go_together_is_refused(flags: list[str], words: str) -> N
 def test_a_critic_takes_single_rollouts_and_those_without_a_reward() -> None:
     flags = ["--orchestrator.env.0.id", "reverse-text", *GAE, *CRITIC, "--orchestrator.rollouts-per-example", "1"]
     assert zero_groups(load_experiment(flags, "rl", {}).experiment) == "keep"
+
+
+def test_gae_may_be_stated_of_each_environment() -> None:
+    flags = ["--orchestrator.env.0.id", "reverse-text", "--orchestrator.env.0.algorithm", "gae", *CRITIC]
+    assert load_experiment(flags, "rl", {}).experiment.orchestrator.advantage_of(0).type == "gae"
 
 
 def test_a_lambda_that_nothing_reads_is_told() -> None:

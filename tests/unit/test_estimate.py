@@ -153,3 +153,27 @@ def test_models_that_norm_their_heads_are_known_by_their_type() -> None:
     for kind, normed in (("qwen3_5_moe_text", True), ("gemma4_text", True), ("olmoe", True), ("ernie4_5", False)):
         facts = model_facts({**LLAMA_8B, "text_config": {"model_type": kind}})
         assert facts is not None and facts.norms_heads == normed, kind
+
+
+def test_models_beside_the_policy_count_by_their_own_size(tmp_path: Path) -> None:
+    facts, larger = model_facts(QWEN3_06B), {**LLAMA_8B, "architectures": ["LlamaForSequenceClassification"]}
+    head = LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(larger))
+    num_params = 8_030_261_248 - head
+    assert facts is not None and facts.num_params is not None
+    scores = read_model(str(tmp_path))
+    assert scores is not None and scores.num_params == num_params  # a row is no table
+
+    def state(**trainer: Any) -> float:
+        tree = {"kind": "rl", "model": {"name": "m"}, "trainer": {"no_sync": False} | trainer}
+        tree |= {"orchestrator": {"advantage": {"type": "gae"}}} if "critic" in trainer else {}
+        found = trainer_gib(Experiment.model_validate(tree), facts)
+        assert found is not None
+        return found["state"] * 2**30
+
+    of_policy, kl = state(), {"coef": 0.1, "target": "reference"}
+    assert of_policy == 16 * facts.num_params
+    assert state(critic={"name": str(tmp_path)}) == of_policy + 16 * num_params
+    assert state(critic={"name": "not-here-yet"}) == state(critic={}) == 2 * of_policy
+    assert state(loss={"kl": {**kl, "model": str(tmp_path)}}) == of_policy + 4 * num_params
+    assert state(loss={"kl": kl}) == of_policy + 4 * facts.num_params

@@ -13,7 +13,7 @@ from typing import Any
 from prime_hpc.config.families import count_experts, experts_per_token, family_of, first_number, with_text_part
 from prime_hpc.launch.estimate.vision import VisionFacts, vision_facts
 from prime_hpc.store.model.config import find_config, read_config
-from prime_hpc.store.model.files import StoredTensor, headless, stored_tensors
+from prime_hpc.store.model.files import StoredTensor, headless, is_classifier, stored_tensors
 
 GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -74,7 +74,7 @@ class ModelFacts:
     kv_values: int
     """Numbers in the KV cache for one token of one layer."""
     tied: bool
-    """True if the output head is the embedding."""
+    """True if the embedding is the only table of tokens: it is the output head, or that is a reward model's row."""
     num_experts: int = 0
     """0: a dense model."""
     keeps_scores: bool = False
@@ -158,7 +158,8 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         kv_values = latent + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head_dim
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    tied, vision, delta = bool(config.get("tie_word_embeddings", False)), vision_facts(config), _delta_layers(config)
+    tied = bool(config.get("tie_word_embeddings", False)) or is_classifier(config)
+    vision, delta = vision_facts(config), _delta_layers(config)
     if num_params is None and width and not latent and not config.get("shared_expert_intermediate_size"):
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
         if delta is not None:  # of the mean layer

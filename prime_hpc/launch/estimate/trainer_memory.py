@@ -5,7 +5,7 @@ from dataclasses import replace
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
-from prime_hpc.launch.estimate.model_facts import GIB, WIDTH, DeltaLayers, ModelFacts
+from prime_hpc.launch.estimate.model_facts import GIB, WIDTH, DeltaLayers, ModelFacts, read_model
 
 CONTEXT_GIB = 1.0
 """CUDA context, NCCL's buffers and fragmentation of one trainer process."""
@@ -46,7 +46,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
 
     `state`: the rank's shard of master weights, gradients and optimizer state; with `model.lora` that of the frozen
     model in the compute type and of the adapters (of all runs that train at once), of which every rank also holds a
-    whole copy of one and its gradient; with `trainer.critic` a critic's of the policy's size besides.
+    whole copy of one and its gradient; with `trainer.critic` and a KL penalty's reference their own besides.
     `gathered`: whole blocks in the compute type while they are used. `gradients`: whole ones before they are scattered,
     of a block and of the token tables, or with `no_sync` of the model. `activations`: of one micro-batch. `logits`: of
     one chunk, and the head's gradient while chunks add to it. `scores`: of attention, for families that keep all of
@@ -85,8 +85,9 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         state = num_params * width / shares + adapter * (held / trainer.num_ranks + 8)
     loss_kl = trainer.loss.kl
     is_base = bool(adapter) and loss_kl is not None and loss_kl.model in (None, experiment.model.name)
-    needs_reference = loss_kl and loss_kl.target == "reference" and not is_base
-    reference = num_params * 4 / shares if needs_reference else 0
+    reference = 0.0
+    if loss_kl is not None and loss_kl.target == "reference" and not is_base:
+        reference = _text_params(loss_kl.model, facts) * 4 / shares
     critic = _critic_params(experiment, facts)
     parts = {
         "state": state + reference + critic * bytes_per_param / shares,
@@ -105,10 +106,16 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
 
 
 def _critic_params(experiment: Experiment, facts: ModelFacts) -> int:
-    """Parameters of a critic that begins as the policy, whose head is a row; 0 where there is none."""
-    if experiment.kind != "rl" or experiment.trainer.critic is None:
-        return 0
-    return _headless_params(facts)
+    """Parameters of a critic, whose head is a row; 0 where there is none."""
+    critic = experiment.trainer.critic
+    return 0 if experiment.kind != "rl" or critic is None else _text_params(critic.name, facts, scores=True)
+
+
+def _text_params(name: str | None, facts: ModelFacts, *, scores: bool = False) -> int:
+    """Parameters of another model beside the policy, of the policy's `facts` where it has no name or is not known yet,
+    without what sees images. `scores`: its head is a row."""
+    own = (read_model(name) if name is not None else None) or facts
+    return _headless_params(own) if scores else own.trained_params(None) or 0
 
 
 def _headless_params(facts: ModelFacts) -> int:

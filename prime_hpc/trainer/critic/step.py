@@ -77,8 +77,8 @@ class CriticStep(TrainStep):
             return replace(micro, returns=found[i].returns.float())
 
         facts = batch_facts(batch, step)
-        stats, _ = self.accumulate(batch, value_loss, facts, with_returns)
-        metrics = self._reduce(step, facts, stats, 0)
+        stats, num_shared = self.accumulate(batch, value_loss, facts, with_returns)
+        metrics = self._reduce(step, facts, stats, num_shared)
         self._check_finite(step, batch, metrics)
         return metrics
 
@@ -149,7 +149,7 @@ class ActorCriticStep(TrainStep):
         metrics |= {f"critic/{name}": own[name] for name in SHOWN}
         metrics["step_flops"] = (1 / 3 if self._warms_up else 1) * metrics["step_flops"] + FORWARD * own["step_flops"]
         super()._apply(step, metrics, trains=trains and not self._warms_up)
-        self.critic._apply(step, own, trains=trains)
+        self.critic._apply(step, own, trains=bool(own["num_targets"]))  # none where words are only to be predicted
 
 
 def _shown(moments: torch.Tensor) -> dict[str, float]:

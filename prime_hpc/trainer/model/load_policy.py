@@ -36,14 +36,15 @@ FP8_ROUNDING = 2.0**-4
 """Relative rounding error of float8_e4m3."""
 
 
-def resolve_source(name: str) -> Path:
-    """Return the local directory of a model: `name` itself, or the hub's snapshot of it (downloaded where missing).
+def resolve_source(name: str, key: str = "model.name") -> Path:
+    """Return the local directory of a model, which `key` names: `name` itself, or the hub's snapshot of it (downloaded
+    where missing).
     Raises ValueError: neither exists."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.is_absolute() or name.startswith("."):
-        raise NodeError(f"model.name = {name}: no such directory")
+        raise NodeError(f"{key} = {name}: no such directory")
     from huggingface_hub import snapshot_download
 
     others = ["*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "consolidated*"]
@@ -51,7 +52,7 @@ def resolve_source(name: str) -> Path:
         return Path(snapshot_download(name, ignore_patterns=others))
     except Exception as error:  # the hub client raises a dozen unrelated classes
         raise ValueError(
-            f"model.name = {name}: no such local directory, and the hub has no model of that name or cannot be "
+            f"{key} = {name}: no such local directory, and the hub has no model of that name or cannot be "
             f"reached ({type(error).__name__}: {error})"
         ) from error
 
@@ -163,6 +164,7 @@ def load_policy(
     rows: Literal["auto", "packed", "single"] = "auto",
     replays_routers: bool = False,
     new_head: int | None = None,
+    key: str = "model.name",
 ) -> Policy:
     """Build, shard, load and test the policy. Collective.
 
@@ -174,8 +176,8 @@ def load_policy(
         context: tokens that the engines are made for, see `rotary`; None: the model's own limit.
         rows: how samples lie, see `trainer.rows`.
         replays_routers: send tokens to the experts that micro-batches name.
-        new_head: make a reward model of it: in the place of the language model's head a scalar one (`score_head`),
-            drawn from this seed where the checkpoint has none.
+        new_head: make a reward model of it, with a scalar head (`score_head`), drawn from this seed where it has none.
+        key: of the config, that names the model.
 
     Raises:
         ValueError: no config, no weights, wrong shapes, quantised weights, a dtype or attention that cannot run here, a
@@ -197,7 +199,7 @@ def load_policy(
             image_inputs = ImageInputs.load(source, hf.config.vision_config.spatial_merge_size)
             hf.base_model.visual.requires_grad_(config.vision == "trained")
     except ValueError as error:
-        raise ValueError(f"model.name = {config.name}: {error}") from error
+        raise ValueError(f"{key} = {config.name}: {error}") from error
     why = family.reason or "trainer.rows = single"
     if single_rows and parallel.cp is not None:
         raise ValueError(f"trainer.parallel.cp: {config.name} trains one sample a row ({why}); set it to 1")
