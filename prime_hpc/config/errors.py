@@ -72,8 +72,8 @@ def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
 
     Half of the score is the last name alone, so that `lr` finds `trainer.optim.lr`; a sibling wins a tie. A name that
     is merely somewhat alike is meant only where it is a sibling: `nope` is not `slurm.trainer.nodes`. A name that many
-    sections have is meant where one of the two sections is part of the other, or ends as it does: `model.path` is not
-    `sft.eval.path`, `actor.optim.lr` is `trainer.optim.lr`.
+    sections have is meant where one of the two sections is part of the other, ends as it does, or is all but the same:
+    `model.path` is not `sft.eval.path`, `actor.optim.lr` is `trainer.optim.lr`.
     """
     from difflib import SequenceMatcher
 
@@ -91,9 +91,9 @@ def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
             continue
         is_part = parents <= (others := set(candidate_parent.split(".")) - {""}) or others <= parents
         is_part = is_part or candidate_parent.rpartition(".")[2] == parent.rpartition(".")[2]
-        if is_common and candidate_last == last and not is_part:
-            continue
         whole.set_seq1(candidate)
+        if is_common and candidate_last == last and not is_part and whole.ratio() < 0.9:
+            continue
         score = 0.5 * name.ratio() + 0.5 * whole.ratio() + (0.1 if candidate_parent == parent else 0.0)
         score += 0.15 if candidate_last == last else 0.0
         if score > best_score:

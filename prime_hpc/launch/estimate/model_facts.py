@@ -199,11 +199,6 @@ def _as_others_name_it(gpt2: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"intermediate_size": gpt2.get("n_inner") or 4 * (gpt2.get("n_embd") or 0)}
 
 
-def stored_params(folder: Path) -> int | None:
-    """Return the number of values in a directory's safetensors files, from their headers; None where there are none."""
-    return _count(_stored(folder))
-
-
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Name -> shape of the tensors in a directory's safetensors files; None where they cannot be read, or are none."""
     return {name: tensor.shape for name, tensor in _stored(folder).items()} or None

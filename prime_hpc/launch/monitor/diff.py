@@ -203,7 +203,7 @@ def stated_config(run: Path) -> Any:
     except OSError:
         return {}
     except yaml.YAMLError as error:
-        raise ConfigError(explain_yaml(error, str(run / "run.yaml"))) from error
+        raise ConfigError(explain_yaml(error, str(run / RUN_YAML))) from error
 
 
 def _code(gits: list[dict[str, Any]]) -> dict[str, Any]:
