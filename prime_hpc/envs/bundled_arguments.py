@@ -52,7 +52,8 @@ def taskset_module(identifier: str) -> str:
 def _of_package(module: str) -> tuple[str, ...] | None:
     """Return the parameters of the `load_environment` of a package that is installed here; None: it has none, takes
     any, or is a taskset of its own."""
-    spec = importlib.util.find_spec(module) if module.isidentifier() else None  # of a dotted path it would import some
+    is_name = module.isidentifier() and module != "__main__"  # of a dotted path some would be imported
+    spec = importlib.util.find_spec(module) if is_name else None
     path = Path(spec.origin) if spec is not None and spec.origin is not None else None
     for number in range(_MOST_MODULES):
         if path is None or path.suffix != ".py":
@@ -64,12 +65,8 @@ def _of_package(module: str) -> tuple[str, ...] | None:
         if number == 0 and _exports_more(tree):
             return None
         if signature := written_signature(tree, _LOADS):
-            parameters = signature.parameters.values()
-            return (
-                None
-                if any(p.kind in (p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters)
-                else (*signature.parameters,)
-            )
+            takes_any = any(p.kind in (p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values())
+            return None if takes_any else tuple(signature.parameters)
         path = next((path.parent.joinpath(*one).with_suffix(".py") for one in _re_exported(tree)), None)
     return None
 
