@@ -21,6 +21,7 @@ from prime_hpc.envs.benchmarks.registry import BENCHMARKS, find_benchmark
 from prime_hpc.envs.bundled_arguments import argument_names, env_argument_names, taskset_module
 from prime_hpc.envs.env_config import BUNDLED, IN_PROCESS
 from prime_hpc.evals.versions import ADAPTER_CONFIG
+from prime_hpc.inference import environment
 from prime_hpc.inference.backend import load_backend, refusals_of
 from prime_hpc.launch.estimate.model_facts import read_model, stored_shapes
 from prime_hpc.launch.first_rows import SKIP_ROWS, wrong_row, wrong_rows_arguments
@@ -86,7 +87,10 @@ def engine_problems(experiment: Experiment, role: str | None = None) -> Iterator
         view, section = served_by(experiment, group), SECTIONS[group]
         assert view.inference is not None
         backend = load_backend(view.inference.backend, f"{section}.backend")
-        if missing := backend.missing():
+        if python := view.inference.python:
+            if problem := environment.problem_of(python, view.inference.backend):
+                yield Problem(problem, f"{section}.python")
+        elif missing := backend.missing():
             yield Problem(f"{backend.title}: {missing}", f"{section}.backend")
         device = planned_device(experiment.device).type
         for refusal in refusals_of(backend, view.model_copy(update={"device": device}), group):

@@ -388,7 +388,11 @@ class Agent:
         environment |= gpu_environment(self._task_gpus(order), environment, trains=trains)
         self._output.write_line(f"[{self._host}] $ {' '.join(command)}")
         # deaf to Slurm's signals until it has handlers of its own
-        command = tied(command, environment, deaf_to=WARNINGS)
+        try:
+            command = tied(command, environment, deaf_to=WARNINGS)
+        except OSError as error:  # an interpreter of the servers' own, which this node does not have
+            can = "is no program here" if isinstance(error, PermissionError) else "is not here"
+            raise ConfigError(f"node {self._host} cannot start {self._label}: {command[0]} {can}") from error
         reader, writer = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         self._child = subprocess.Popen(

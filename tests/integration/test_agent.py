@@ -218,3 +218,13 @@ def test_an_agent_says_what_its_node_lacks(tmp_path: Path) -> None:
         assert "network.serving: ib7: node" in exited["problem"]
     finally:
         lead.close()
+
+
+def test_an_interpreter_that_a_node_does_not_have_is_named(lead: Lead) -> None:
+    """That of servers with an environment of their own."""
+    lead.hear("hello")
+    lead.hub.publish(f"launch/{LABEL}", **vars(LaunchOrder(1, ["n1"], [["/opt/engines/bin/python", "-P"]])))
+    exited = lead.hear("exited")
+    assert exited["code"] == 2 and exited["problem"].endswith(
+        f"cannot start {LABEL}: /opt/engines/bin/python is not here"
+    )

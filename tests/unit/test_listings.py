@@ -11,8 +11,8 @@ import pytest
 from loguru import logger
 
 from prime_hpc.config.sections.sft import SFTSourceConfig
-from prime_hpc.envs.workers import fingerprint
 from prime_hpc.launch.archive.archive import read_folder
+from prime_hpc.store import code
 from prime_hpc.store.dataset.files import find_data
 from prime_hpc.store.io.tree import list_tree
 from prime_hpc.store.model.fingerprint import weights_fingerprint
@@ -112,8 +112,8 @@ def test_code_of_which_a_room_cannot_be_listed_is_not_taken_for_another_version(
     for room in ("envs/workers", "client", "config", "runtime"):
         (open_folder / room).mkdir(parents=True)
         (open_folder / room / "code.py").write_text("1\n")
-    monkeypatch.setattr(fingerprint, "__file__", str(open_folder / "envs" / "workers" / "fingerprint.py"))
-    digest = fingerprint.package_digest.__wrapped__  # as in a process of its own
+    monkeypatch.setattr(code, "__file__", str(open_folder / "store" / "code.py"))
+    digest = code.package_digest.__wrapped__  # as in a process of its own
     before = digest()
     with unlisted(open_folder / "envs" / "workers"), pytest.raises(PermissionError):
         digest()

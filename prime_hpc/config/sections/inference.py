@@ -36,6 +36,10 @@ class InferenceConfig(Section):
     """Engine that samples. `vllm`: vLLM, for all that these keys state. `transformers`: a small continuous batch over
     transformers' forward pass, for machines where vLLM cannot be installed (`pip install 'prime-hpc[transformers]'`):
     one device a server, no adapters, no windows of attention. Or your own, as `module:ATTRIBUTE`."""
+    python: str | None = None
+    """Interpreter of an environment of the servers' own, an absolute path on their nodes (within the image, where there
+    is one): the same prime-hpc, beside the backend in a version that need not suit the trainer's torch. Default: the
+    interpreter of the other roles."""
     server: ServerConfig = ServerConfig()
     """Address."""
     api_key: Secret | None = None
@@ -101,6 +105,13 @@ class InferenceConfig(Section):
     """How often a dead server is started again before the run fails."""
     vllm: Arguments = {}
     """Any other vLLM engine argument, by its own name."""
+
+    @field_validator("python")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError(f"{value} is no absolute path: say where the interpreter is on the servers' nodes")
+        return value
 
     @field_validator("vllm")
     @classmethod

@@ -8,13 +8,12 @@ import hashlib
 import importlib.metadata
 import platform
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from prime_hpc.envs.math_answers import ScoredElsewhere
 from prime_hpc.envs.task_sources import EnvSource
-from prime_hpc.store.io.tree import list_tree
+from prime_hpc.store.code import digest_of, package_digest
 
 _ROOMS = ("envs", "client", "config", "runtime")
 """Rooms of prime-hpc whose code plays episodes."""
@@ -26,7 +25,7 @@ def fingerprint(source: EnvSource) -> dict[str, str]:
     """Return what two processes that play this environment must have in common, by its name."""
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        "prime-hpc's code": package_digest(),
+        "prime-hpc's code": package_digest(*_ROOMS),
         "verifiers": importlib.metadata.version("verifiers"),
         "the environment's code": _environment_code(source),
         "the environment's tasks": _tasks(source),
@@ -44,14 +43,6 @@ def differences(expected: dict[str, str], found: Any) -> list[str]:
     ]
 
 
-@cache
-def package_digest() -> str:
-    """Digest of the files of prime-hpc that play episodes, as they lie on the disk now."""
-    package = Path(__file__).resolve().parents[2]
-    files = (path for room in _ROOMS for path in list_tree(package / room))  # raises: a digest of fewer is another one
-    return _digest(sorted(path for path in files if path.suffix == ".py"))
-
-
 def _environment_code(source: EnvSource) -> str:
     """Digest of the files that define the taskset, its tasks, and the environment around it."""
     taskset = source.env.taskset
@@ -59,15 +50,7 @@ def _environment_code(source: EnvSource) -> str:
     modules |= {str(getattr(taskset.config, "module", ""))} - {""}  # of a `load_environment` package
     modules |= taskset.scored_by if isinstance(taskset, ScoredElsewhere) else set()
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sorted(modules)]
-    return _digest([Path(file) for file in files if file])
-
-
-def _digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        content = file.read_bytes() if file.exists() else b""
-        digest.update(f"{file.name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]
+    return digest_of([Path(file) for file in files if file])
 
 
 def _tasks(source: EnvSource) -> str:

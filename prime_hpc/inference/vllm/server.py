@@ -20,7 +20,6 @@ from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import NoSignalServer, validate_api_server_args
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
@@ -37,6 +36,7 @@ from prime_hpc.inference.guard import KeyGuard, PendingConnections
 from prime_hpc.inference.vllm import engine_words, routing, tokens
 from prime_hpc.inference.vllm.args import Device
 from prime_hpc.inference.vllm.gathering import Gathering
+from prime_hpc.inference.vllm.installed import command_line
 from prime_hpc.inference.vllm.weight_updates import PolicyService
 from prime_hpc.runtime.process_memory import freeze_gc
 
@@ -59,8 +59,9 @@ class _Parser(FlexibleArgumentParser):
 def parse(argv: list[str]) -> argparse.Namespace:
     """vLLM's own reading of `serve` arguments.
     Raises ValueError: an argument that vLLM does not know, or a value that it refuses."""
-    args = make_arg_parser(_Parser()).parse_args(argv)
-    validate_parsed_serve_args(args)
+    given = command_line()
+    args: argparse.Namespace = given.make_arg_parser(_Parser()).parse_args(argv)
+    given.validate_parsed_serve_args(args)
     validate_api_server_args(args)
     args.api_server_count = None  # this process is the API server
     return args
@@ -184,9 +185,7 @@ async def build(
     if "generate" not in tasks:
         app.router.routes[:0] = [Route(path, _no_reply, methods=["POST"]) for path in REPLIES]
     else:
-        serving = tokens.PolicyTokens(
-            engine, app.state.openai_serving_models, app.state.online_renderer, request_logger=None
-        )
+        serving = tokens.serving_of(engine, app)
         if current_platform.is_cpu():
             serving.gathering = Gathering()
         # Where the engine's own figures are off, nobody reads the server's.

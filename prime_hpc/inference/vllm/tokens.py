@@ -7,6 +7,7 @@ for log-probabilities as bare numbers (`client.inference.BARE_LOGPROBS`). Withou
 120 ms of this process's CPU time for 1,000 tokens (24-token completions, 128 at once, 2 cores).
 """
 
+import inspect
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -38,6 +39,13 @@ _bare: ContextVar[bool] = ContextVar("bare", default=False)
 _encoded_by_us: ContextVar[bool] = ContextVar("encoded_by_us", default=False)
 
 router = APIRouter()
+
+
+def serving_of(engine: Any, app: FastAPI) -> "PolicyTokens":
+    """Return our serving of token requests beside vLLM's own, of the same engine."""
+    taken = inspect.signature(ServingTokens).parameters
+    more = {name: getattr(app.state, name) for name in ("online_derenderer",) if name in taken}  # vLLM 0.33
+    return PolicyTokens(engine, app.state.openai_serving_models, app.state.online_renderer, request_logger=None, **more)
 
 
 def install(app: FastAPI, serving: "PolicyTokens", *, count: bool) -> None:
@@ -97,6 +105,7 @@ class PolicyTokens(ServingTokens):
         request_id: str,
         model_name: str,
         request_metadata: RequestResponseMetadata,
+        **more: Any,
     ) -> Any:
         """Collect the answer as vLLM does; of tokens alone, encode log-probabilities and versions at once."""
         last: RequestOutput | None = None
@@ -110,7 +119,9 @@ class PolicyTokens(ServingTokens):
         plain = request.output_mode == "tokens"
         reset = _encoded_by_us.set(plain)
         try:
-            answer = await super().serve_tokens_full_generator(request, tap(), request_id, model_name, request_metadata)
+            answer = await super().serve_tokens_full_generator(
+                request, tap(), request_id, model_name, request_metadata, **more
+            )
         finally:
             _encoded_by_us.reset(reset)
         if not plain or isinstance(answer, ErrorResponse):

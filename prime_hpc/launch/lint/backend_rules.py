@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from prime_hpc.config import ConfigError
 from prime_hpc.config.engine_groups import EngineRole
 from prime_hpc.config.named_code import NETWORK_TRANSPORTS
+from prime_hpc.inference import environment
 from prime_hpc.inference.backend import load_backend, refusals_of
 from prime_hpc.launch.lint.lint_finding import EVERY, Finding, Subject, rule
 from prime_hpc.runtime.device import Stated, planned_device
@@ -34,7 +35,12 @@ def abilities(subject: Subject) -> Iterator[Finding]:
         view = group.view.model_copy(update={"device": _device_of(subject, group.role)})
         for refusal in refusals_of(backend, view, group.role):
             yield Finding.error("PH124", refusal.key, refusal.reason, refusal.remedy)
-        if not subject.is_slurm and (missing := backend.missing()):  # a login node does without it
+        if subject.is_slurm:  # a login node does without it
+            continue
+        if python := group.servers.python:
+            if problem := environment.problem_of(python, group.servers.backend):
+                yield Finding.error("PH125", f"{group.section}.python", problem, "mend it, or leave the key out")
+        elif missing := backend.missing():
             key = f"{group.section}.backend"
             yield Finding.error("PH125", key, f"{backend.title}: {missing}", "install it, or another backend")
 

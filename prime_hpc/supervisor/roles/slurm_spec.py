@@ -17,6 +17,7 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_role
 from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.inference.backend import node_options
+from prime_hpc.inference.environment import told_to_servers
 from prime_hpc.runtime.role_context import (
     ENV_HOSTS,
     ENV_KEY,
@@ -199,11 +200,12 @@ def _inference(of: _Role) -> StepSpec:
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder:
         first = hellos[f"{spec.hosts[0]}/0"]
-        base = inference_command(of.python, of.run_dir, role, group.index, http_port(spec, first))
+        base = inference_command(servers.python or of.python, of.run_dir, role, group.index, http_port(spec, first))
         base += ["--host", first["address"] if of.network.serving else ALL]
         at = first["collectives"], int(first["ports"][1]) if len(spec.hosts) > 1 else 0
         options = node_options(servers.backend, group.dp_size, len(spec.hosts), *at)
-        return of.order(spec, [[*base, *own] for own in options], _interface(of.site), gpus=_gpus(group))
+        environment = _interface(of.site) | told_to_servers(servers.python)
+        return of.order(spec, [[*base, *own] for own in options], environment, gpus=_gpus(group))
 
     return StepSpec(
         role,

