@@ -246,6 +246,15 @@ def _of_critic(experiment: Experiment) -> Iterator[tuple[str, str]]:
     advantages = list(map(orchestrator.advantage_of, range(len(orchestrator.env)))) or [orchestrator.advantage]
     types = dict.fromkeys(advantage.type for advantage in advantages if ":" not in advantage.type)
     of_critic = [name for name in types if ALGORITHMS[name].critic]
+    kl = trainer.loss.kl
+    if kl is not None and kl.in_rewards:
+        key, remedy = "trainer.loss.kl", "state trainer.critic, or leave in_rewards out: the penalty is in the loss"
+        if trainer.critic is None:
+            yield f"{key}.in_rewards", f"rewards of tokens are a critic's: {remedy}"
+        if kl.target != "reference":
+            yield f"{key}.target", "a policy that sampled is at no distance from itself: leave it out with in_rewards"
+        if kl.unbiased:
+            yield f"{key}.unbiased", "rewards are of the policy that sampled: leave it out with in_rewards"
     if trainer.critic is None:
         if of_critic:
             message = "gives tokens rewards, of which a critic makes advantages: state trainer.critic too"

@@ -22,6 +22,7 @@ from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.resume import mismatches
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
+from prime_hpc.trainer.batching.mini_batches import mini_batches
 from prime_hpc.trainer.critic import ActorCriticStep, load_critic
 from prime_hpc.trainer.critic.gae import WHITEN_EPS
 from prime_hpc.trainer.model.load_policy import load_policy
@@ -137,8 +138,10 @@ def test_advantages_and_gradients_are_those_of_the_formulas(group: None, tmp_pat
     np.testing.assert_allclose(np.sort(torch.cat(found).numpy()), np.sort(whitened), rtol=1e-3, atol=1e-4)
     if layout != "a row a sample":  # where samples are dealt out anew
         np.testing.assert_allclose(torch.cat(found).numpy(), whitened, rtol=1e-3, atol=1e-4)
-    assert step._learned["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
-    assert (step._learned["shared_tokens"] > 0) == (layout == "packed")  # prompts that are computed once
+    (part,) = mini_batches(laid_out, 1, CPU)
+    learned = step.critic.learn(1, part, step._found)
+    assert learned["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert (learned["shared_tokens"] > 0) == (layout == "packed")  # prompts that are computed once
     theirs = dict(hf.named_parameters())
     mine: dict[str, Any] = {n: p.grad.full_tensor().double() for n, p in step.critic.policy.hf.named_parameters()}
     assert mine.keys() == theirs.keys() and mine["score.weight"].abs().sum() > 0

@@ -39,7 +39,7 @@ def correction_factor(
         targets: their log pi and sequences.
         behaviour: float32 `[N]`, log mu.
     """
-    difference = (targets.logprobs.detach() - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = (targets.anchor - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     geometric = targets.sequence_mean(difference)[targets.sequence].exp()
     left_out = geometric < config.geometric_low
     if config.geometric_high is not None:

@@ -1,0 +1,166 @@
+"""Several updates by one batch: against the formulas in float64, refused, and how prompts are dealt."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.parallel import ParallelDims
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.trainer.model.load_policy import load_policy
+from prime_hpc.trainer.objectives import loss_of
+from prime_hpc.trainer.parallel import build_parallel
+from prime_hpc.trainer.parallel.tensor import local
+from prime_hpc.trainer.train_step import TrainStep
+from prime_hpc.trainer.trainer import Base, build_train_step
+from tests.proofs.reference_ppo import Ppo, Sample, logprobs_of, train
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.test_critic import batch_of, experiment_of
+from tests.unit.test_reward_model import published
+
+CPU = torch.device("cpu")
+MICROS, DEALT = [[0, 1], [2], [3], [4, 5]], [0, 0, 1, 0, 1, 1]
+OPTIM = {"optim": {"lr": 2e-3, "eps": 1e-3, "weight_decay": 0.0, "max_norm": 0.5}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config, and what it is to the reference."""
+
+    trainer: dict[str, Any]
+    ppo: Ppo
+    critic: dict[str, Any] | None = None
+
+
+CASES = {
+    "mini-batches and epochs": Case(
+        {"num_mini_batches": 2, "epochs_per_batch": 3, "loss": {"type": "ppo_clip"}}, Ppo(3, 0.2, 2e-3, 0.5)
+    ),
+    "a ratio to the policy of before": Case(
+        {
+            "num_mini_batches": 2,
+            "epochs_per_batch": 3,
+            "loss": {"type": "ppo_clip", "correction": {"type": "truncate", "high": 1.05}},
+        },
+        Ppo(3, 0.2, 2e-3, 0.5, truncate=1.05),
+    ),
+    "a KL in the loss": Case(
+        {"num_mini_batches": 2, "epochs_per_batch": 2, "loss": {"type": "ppo_clip", "kl": {"coef": 0.3}}},
+        Ppo(2, 0.2, 2e-3, 0.5, kl_loss=0.3),
+    ),
+    "a critic and a KL in the rewards": Case(
+        {
+            "num_mini_batches": 2,
+            "epochs_per_batch": 3,
+            "loss": {"type": "ppo_clip", "kl": {"coef": 0.2, "estimator": "k1", "in_rewards": True}},
+        },
+        Ppo(3, 0.2, 2e-3, 0.5, kl_rewards=0.2, gamma=0.98, lam=0.9, critic_lr=2e-2, value_clip=0.05),
+        {"gamma": 0.98, "lam": 0.9, "lr": 2e-2, "value_clip": 0.05},
+    ),
+}
+
+
+def built(experiment: Experiment) -> TrainStep:
+    """The step of a run; a critic's head drawn at random."""
+    source = Path(experiment.model.name)
+    parallel = build_parallel(ParallelDims(), "cpu")
+    policy = load_policy(experiment.model, source, parallel, CPU, reshard_after_forward=True, chunk_tokens=64)
+    none: Any = None
+    step = build_train_step(Base(policy, source, CPU, 1.0, none, none), experiment)
+    if step.critic is not None:
+        head = local(step.critic.policy.hf.score.weight)
+        with torch.no_grad():
+            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(3)))
+    return step
+
+
+def config_of(case: Case, source: Path, **changes: Any) -> Experiment:
+    experiment = experiment_of(source, case.critic, trainer=OPTIM | case.trainer | changes)
+    if case.critic is None:
+        trainer = experiment.trainer.model_copy(update={"critic": None})
+        experiment = experiment.model_copy(update={"trainer": trainer})
+    return experiment
+
+
+def weights_of(step: Any) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().clone() for name, p in step.policy.hf.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The policy's, and another one, the reference."""
+    other = make_tiny_model(tmp_path_factory.mktemp("reference"))
+    hf = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    with torch.no_grad():
+        for p in hf.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    hf.save_pretrained(other)
+    return make_tiny_model(tmp_path_factory.mktemp("model")), other
+
+
+def scripted(policy: Any) -> RankBatch:
+    """Six samples in two mini-batches, sampled by a policy near this one."""
+    batch = replace(batch_of(MICROS), mini_batches=np.array(DEALT, np.int32))
+    logprobs, rng = np.zeros(batch.num_tokens, np.float32), np.random.default_rng(2)
+    for sample, own in samples_of(batch):
+        with torch.no_grad():
+            found = logprobs_of(policy, sample).numpy()
+        logprobs[own.start + sample.at.numpy()] = found + rng.normal(0, 0.1, len(found))
+    return replace(batch, logprobs=logprobs)
+
+
+def samples_of(batch: RankBatch) -> list[tuple[Sample, slice]]:
+    found = []
+    for i, number in enumerate(batch.values("mini_batches").tolist()):
+        own = slice(*batch.seq_offsets[i : i + 2].tolist())
+        at = np.flatnonzero(batch.target_mask()[own])
+        mu, gains = (
+            torch.from_numpy(array[own][at].astype(np.float64)) for array in (batch.logprobs, batch.advantages)
+        )
+        ids = torch.from_numpy(batch.token_ids[own].astype(np.int64))
+        found.append((Sample(ids, torch.from_numpy(at), mu, gains, number), own))
+    return found
+
+
+def moved(step: Any, before: dict[str, torch.Tensor], hf: Any) -> float:
+    """Greatest error of a weight, relative to how far those of its tensor have moved."""
+    after, theirs = weights_of(step), dict(hf.named_parameters())
+    names = [name for name in after if (after[name] != before[name]).any()]
+    assert len(names) == len(after)
+    return max(
+        float((after[name] - theirs[name]).detach().abs().max() / (after[name] - before[name]).abs().max())
+        for name in names
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_are_those_of_the_formulas(group: None, tmp_path: Path, models: tuple[Path, Path], name: str) -> None:
+    case, (source, other) = CASES[name], models
+    loss = case.trainer["loss"]
+    loss = loss | ({"kl": loss["kl"] | {"model": str(other)}} if "kl" in loss else {})
+    experiment = config_of(case, source, loss=loss)
+    step = built(experiment)
+    policy, reference = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float64).eval() for f in (source, other))
+    critic = None
+    if step.critic is not None:
+        folder = published(step.critic.policy, source, tmp_path / "run")
+        critic = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    batch, before = scripted(policy), weights_of(step)
+    before_critic = None if step.critic is None else weights_of(step.critic)
+    metrics = step.run(1, batch, loss_of(experiment))
+    losses, clipped = train(
+        case.ppo, policy, [s for s, _ in samples_of(batch)], reference if "kl" in loss else None, critic
+    )
+    assert metrics["num_updates"] == len(losses) > 1 and metrics["num_targets"] == int(batch.target_mask().sum())
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-3, abs=1e-5)
+    assert metrics["clipped"] == pytest.approx(clipped, abs=0.02) and 0.02 < clipped < 0.9
+    assert metrics["kl_last"] > metrics["kl"]
+    assert moved(step, before, policy) < 0.01
+    if step.critic is not None and before_critic is not None:
+        assert moved(step.critic, before_critic, critic) < 0.01
+        assert metrics["kl_coef"] == 0.2 and metrics["kl_penalty"] != 0
