@@ -243,6 +243,7 @@ def test_a_critic_that_cannot_be_loaded_is_named_by_its_key(group: None, tmp_pat
 
 GAE = ["--orchestrator.advantage.type", "gae"]
 CRITIC = ["--trainer.critic.lam", "0.9"]
+IN_REWARDS = ["--trainer.loss.kl.in-rewards"]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +263,9 @@ CRITIC = ["--trainer.critic.lam", "0.9"]
             "cannot be shared by the runs",
         ),
         ([*GAE, *CRITIC, "--model.vision", "frozen"], "reads text alone"),
+        (["--trainer.loss.kl.in-rewards"], "rewards of tokens are a critic's: state trainer.critic, or leave"),
+        ([*GAE, *CRITIC, *IN_REWARDS, "--trainer.loss.kl.target", "behaviour"], "is at no distance from itself"),
+        ([*GAE, *CRITIC, *IN_REWARDS, "--trainer.loss.kl.unbiased"], "rewards are of the policy that sampled"),
         ([*GAE, "--trainer.critic.warmup-steps", "9", "--max-steps", "9"], "alone in all of the run's 9 steps"),
     ],
 )
@@ -281,12 +285,14 @@ def test_gae_may_be_stated_of_each_environment() -> None:
     assert load_experiment(flags, "rl", {}).experiment.orchestrator.advantage_of(0).type == "gae"
 
 
-def test_a_lambda_that_nothing_reads_is_told() -> None:
-    adaptive = ["--trainer.critic.length-adaptive-alpha", "0.05"]
-    flags = ["--orchestrator.env.0.id", "reverse-text", *GAE, *CRITIC, *adaptive]
+def test_keys_that_nothing_reads_are_told() -> None:
+    idle = ["--trainer.critic.length-adaptive-alpha", "0.05", "--trainer.critic.value-clip", "0.2"]
+    idle += ["--trainer.loss.kl.target-kl", "0.1", "--trainer.loss.kl.horizon", "99"]
+    flags = ["--orchestrator.env.0.id", "reverse-text", *GAE, *CRITIC, *idle]
     experiment = load_experiment(flags, "rl", {}).experiment
     found = {finding.key for finding in lint(experiment, SiteConfig(name="here")) if finding.code == "PH241"}
-    assert found == {"trainer.critic.lam"}
+    of_kl = {f"trainer.loss.kl.{name}" for name in ("target_kl", "horizon")}
+    assert found == {"trainer.critic.lam", "trainer.critic.value_clip"} | of_kl
 
 
 @pytest.mark.parametrize(

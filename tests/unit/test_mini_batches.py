@@ -1,5 +1,6 @@
 """Several updates by one batch: against the formulas in float64, refused, and how prompts are dealt."""
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.parallel import ParallelDims
+from prime_hpc.config.sections.sampling import SamplingConfig
+from prime_hpc.config.sections.trainer import KLConfig
+from prime_hpc.config.sources.load import load_experiment
+from prime_hpc.orchestrator.batching.batch_builder import TrainSample, build_ranks, deal_mini_batches
 from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.trainer.batching.mini_batches import metrics_of_updates, mini_batches
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.objectives import loss_of
+from prime_hpc.trainer.objectives.kl import KLCoefficient
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.parallel.tensor import local
-from prime_hpc.trainer.train_step import TrainStep
+from prime_hpc.trainer.train_step import NonFiniteError, TrainStep
 from prime_hpc.trainer.trainer import Base, build_train_step
 from tests.proofs.reference_ppo import Ppo, Sample, logprobs_of, train
+from tests.support.episodes import make_result
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.test_critic import batch_of, experiment_of
 from tests.unit.test_reward_model import published
@@ -164,3 +172,108 @@ def test_updates_are_those_of_the_formulas(group: None, tmp_path: Path, models: 
     if step.critic is not None and before_critic is not None:
         assert moved(step.critic, before_critic, critic) < 0.01
         assert metrics["kl_coef"] == 0.2 and metrics["kl_penalty"] != 0
+
+
+def test_an_update_that_is_refused_is_told_and_taken_up_again(
+    group: None, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = config_of(CASES["mini-batches and epochs"], models[0])
+    batch = scripted(AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float64).eval())
+    whole, step, objective = built(experiment), built(experiment), loss_of(experiment)
+    calls = itertools.count()
+
+    def spoiled(micro: Any, logprobs: torch.Tensor, weights: torch.Tensor) -> Any:
+        loss, stats = objective(micro, logprobs, weights)
+        return (loss * float("nan") if next(calls) == 4 else loss), stats  # of two micro-batches an update
+
+    with pytest.raises(NonFiniteError) as refused:
+        step.run(1, batch, spoiled)
+    assert refused.value.updates == 2 and refused.value.batch is batch
+    assert all(p.grad is None for p in step.policy.parameters())
+    whole.run(1, batch, objective)
+    step.run(1, batch, objective, done=2)
+    assert all(torch.equal(each, weights_of(whole)[name]) for name, each in weights_of(step).items())
+
+
+def test_a_mini_batch_without_targets_is_no_update(group: None, models: tuple[Path, Path]) -> None:
+    experiment = config_of(CASES["mini-batches and epochs"], models[0])
+    step, batch = built(experiment), replace(batch_of(MICROS), mini_batches=np.array(DEALT, np.int32))
+    mask = batch.loss_mask & np.repeat(np.array(DEALT) == 0, np.diff(batch.seq_offsets))
+    metrics = step.run(1, replace(batch, loss_mask=mask), loss_of(experiment))
+    assert metrics["num_updates"] == 3 and metrics["num_targets"] == int((mask & ~batch.first_tokens()).sum())
+    before = weights_of(step)
+    nothing = step.run(2, replace(batch, loss_mask=np.zeros_like(mask)), loss_of(experiment))
+    assert nothing["num_updates"] == 0 and all(torch.equal(before[n], w) for n, w in weights_of(step).items())
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_divisors_are_the_steps_over_the_number_of_mini_batches(group: None, number: int) -> None:
+    batch = replace(batch_of(MICROS), mini_batches=np.array(DEALT, np.int32), totals=np.array([90, 9]))
+    parts = mini_batches(batch, number, CPU)
+    assert [part.source for part in parts] == [[0, 2], [1, 3]] if number == 2 else [[0, 1], [2, 3]]
+    assert all(
+        part.batch.totals is not None and part.batch.totals.tolist() == [90 / number, 9 / number] for part in parts
+    )
+
+
+def test_figures_of_updates_count_a_batch_once() -> None:
+    first = {"num_tokens": 10.0, "num_sequences": 1.0, "num_targets": 6.0, "shared_tokens": 0.0, "step_flops": 3.0}
+    first |= {"loss": 1.0, "kl": 0.1, "clipped": 0.0, "ratio_max": 2.0, "reward": 1.0}
+    second = first | {"num_targets": 2.0, "num_sequences": 3.0, "loss": 2.0, "kl": 0.5, "clipped": 0.4, "reward": 0.0}
+    found = metrics_of_updates([first, second, first, second], 2)
+    assert (found["num_tokens"], found["num_sequences"], found["num_targets"], found["step_flops"]) == (20, 4, 8, 12)
+    assert (found["loss"], found["kl"], found["kl_last"], found["num_updates"]) == (1.5, 0.1, 0.5, 4)
+    assert found["clipped"] == pytest.approx(0.1) and found["reward"] == pytest.approx(0.25)
+
+
+def samples(num_prompts: int, size: int) -> list[TrainSample]:
+    rng = np.random.default_rng(1)
+    found = []
+    for prompt, i in itertools.product(range(num_prompts), range(size)):
+        sample = make_result([0] * int(rng.integers(4, 9))).samples[0]
+        found.append(TrainSample(sample, np.zeros(sample.num_tokens, np.float32), 0.0, 64 * prompt + i, prompt, 0))
+    return found
+
+
+@pytest.mark.parametrize(("prompts", "size", "counts"), [(5, 4, [8, 12]), (1, 4, [2, 2])])
+def test_prompts_are_dealt_whole_and_the_same_for_any_layout(prompts: int, size: int, counts: list[int]) -> None:
+    drawn = samples(prompts, size)
+    sampling, found = SamplingConfig(), []
+    for num_ranks, budget, single in ((1, 64, False), (3, 24, False), (2, 48, True)):
+        ranks = build_ranks(
+            drawn, num_ranks=num_ranks, micro_batch_tokens=budget, sampling=sampling, single_rows=single,
+            num_mini_batches=2, seed=(7, 3),
+        )  # fmt: skip
+        dealt = {}
+        for rank in ranks:
+            numbers = rank.values("mini_batches")
+            for i in range(rank.num_micro_batches):
+                assert len(set(numbers[rank.sequences_of(i)].tolist())) <= 1
+            dealt |= dict(zip(rank.sample_ids.tolist(), numbers.tolist(), strict=True))
+        found.append(dealt)
+    assert found[0] == found[1] == found[2] and len(found[0]) == prompts * size
+    assert sorted(np.bincount(list(found[0].values())).tolist()) == counts
+    if prompts > 1:
+        assert all(len({k for s, k in found[0].items() if s // 64 == p}) == 1 for p in range(prompts))
+    others = [deal_mini_batches(drawn, 2, (7, step)).tolist() for step in range(8)]
+    assert len({tuple(each) for each in others}) > 1
+
+
+def test_the_weight_of_a_kl_in_the_rewards_is_controlled() -> None:
+    kl = KLCoefficient(KLConfig(in_rewards=True, coef=0.5, target_kl=0.1, horizon=100))
+    kl.observe(0.11, 10)
+    assert kl.value == pytest.approx(0.5 * (1 + 0.1 * 10 / 100))
+    kl.observe(5.0, 10)
+    kl.observe(0.0, 10)
+    assert kl.value == pytest.approx(0.5 * 1.01 * 1.02 * 0.98)
+    fixed = KLCoefficient(KLConfig(in_rewards=True, coef=0.5))
+    fixed.observe(5.0, 10)
+    assert fixed.value == 0.5
+
+
+def test_more_mini_batches_than_samples_are_refused() -> None:
+    flags = ["--orchestrator.env.0.id", "reverse-text", "--orchestrator.batch-size", "8"]
+    with pytest.raises(ConfigError, match=r"num_mini_batches: 9: a batch of 8 samples .* state fewer"):
+        load_experiment(
+            [*flags, "--orchestrator.rollouts-per-example", "4", "--trainer.num-mini-batches", "9"], "rl", {}
+        )

@@ -394,7 +394,8 @@ class TrainerConfig(Section):
     loss: LossConfig = LossConfig()
     """RL objective."""
     num_mini_batches: int = Field(1, ge=1)
-    """RL: parts of a batch, by prompts drawn at random, each an optimizer step; a version follows the whole batch."""
+    """RL: parts of a batch, by prompts drawn at random, each an optimizer step; versions and schedules count
+    batches."""
     epochs_per_batch: int = Field(1, ge=1)
     """RL: passes over a batch, in the same order; advantages are made once."""
     critic: CriticConfig | None = None
