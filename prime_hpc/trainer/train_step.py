@@ -143,7 +143,7 @@ class TrainStep:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """What else a checkpoint keeps of it: small tensors in host memory, the same on all ranks."""
+        """Small tensors in host memory that a checkpoint keeps of it, the same on all ranks."""
         return {} if self.entropy is None else {"entropy_bonus": self.entropy.state}
 
     def run(

@@ -244,7 +244,7 @@ def test_prompts_are_dealt_whole_and_the_same_for_any_layout(prompts: int, size:
             drawn, num_ranks=num_ranks, micro_batch_tokens=budget, sampling=sampling, single_rows=single,
             num_mini_batches=2, seed=(7, 3),
         )  # fmt: skip
-        dealt = {}
+        dealt: dict[int, int] = {}
         for rank in ranks:
             numbers = rank.values("mini_batches")
             for i in range(rank.num_micro_batches):
