@@ -55,7 +55,7 @@ class Experiment(Section):
     """Seed of everything random: weights that are drawn, the order of tasks and rows. Replies of two runs of one seed
     differ all the same: engines draw them in the order in which requests come (`prime-hpc replay` repeats batches)."""
     max_steps: int = Field(100, ge=1)
-    """Optimizer updates in all, also after a resume. SFT may state `sft.data.num_epochs` instead."""
+    """Steps in all, of a batch each, also after a resume. SFT may state `sft.data.num_epochs` instead."""
     async_level: int = Field(2, ge=0)
     """Batch n holds no token sampled by a version older than max(0, n - 1 - async_level); 0 is on-policy."""
     seq_len: int = Field(2048, ge=2)

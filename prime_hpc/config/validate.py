@@ -241,11 +241,23 @@ def _times_and_sizes(section: Section, above: str = "") -> Iterator[tuple[str, f
 
 
 def _of_critic(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield what a critic cannot do, what would mislead it, and an algorithm that needs one."""
+    """Yield what a critic cannot do, what would mislead it, and what needs one; more mini-batches than samples."""
     orchestrator, trainer = experiment.orchestrator, experiment.trainer
     advantages = list(map(orchestrator.advantage_of, range(len(orchestrator.env)))) or [orchestrator.advantage]
     types = dict.fromkeys(advantage.type for advantage in advantages if ":" not in advantage.type)
     of_critic = [name for name in types if ALGORITHMS[name].critic]
+    if trainer.num_mini_batches > orchestrator.batch_size:
+        message = f"a batch of {orchestrator.batch_size} samples (orchestrator.batch_size) has no so many parts"
+        yield "trainer.num_mini_batches", f"{trainer.num_mini_batches}: {message}: state fewer, or a larger batch"
+    kl = trainer.loss.kl
+    if kl is not None and kl.in_rewards:
+        key, remedy = "trainer.loss.kl", "state trainer.critic, or leave in_rewards out: the penalty is in the loss"
+        if trainer.critic is None:
+            yield f"{key}.in_rewards", f"rewards of tokens are a critic's: {remedy}"
+        if kl.target != "reference":
+            yield f"{key}.target", "a policy that sampled is at no distance from itself: leave it out with in_rewards"
+        if kl.unbiased:
+            yield f"{key}.unbiased", "rewards are of the policy that sampled: leave it out with in_rewards"
     if trainer.critic is None:
         if of_critic:
             message = "gives tokens rewards, of which a critic makes advantages: state trainer.critic too"

@@ -356,6 +356,8 @@ class Orchestrator:
             share_prefixes=self.exp.trainer.shares_prefixes,
             single_rows=self.single_rows,
             totals=count_rollouts(scored),
+            num_mini_batches=self.exp.trainer.num_mini_batches,
+            seed=(self.exp.seed, step),
         )
         if config.bench:
             self.shape = batch_shape(ranks)

@@ -9,7 +9,7 @@ packed into micro-batches or spread over ranks.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,12 +31,14 @@ from prime_hpc.trainer.batching.micro_batches import (
     rows_fit,
     with_single_rows,
 )
+from prime_hpc.trainer.batching.mini_batches import Change, MiniBatch, metrics_of_updates, mini_batches, of_micro_batch
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.batching.rows import group_rows
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import LossStats, MicroBatchLoss, echo_loss, target_weights
 from prime_hpc.trainer.objectives.covariance import high_covariance
 from prime_hpc.trainer.objectives.entropy import EntropyBonus
+from prime_hpc.trainer.objectives.mismatch import MismatchAlarm
 from prime_hpc.trainer.objectives.top_share import top_share_threshold
 from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
@@ -50,12 +52,13 @@ _SUMS = ("num_tokens", "num_sequences", "num_targets", "reward_sum", "lag_sum", 
 
 
 class StepRefused(RuntimeError):
-    """A step that was not applied: parameters are those of version `step` - 1, and nothing of it was published."""
+    """A step that was not applied: parameters are those of version `step` - 1, with the first `updates` updates by the
+    batch, and nothing of it was published."""
 
     def __init__(self, message: str, step: int, batch: RankBatch) -> None:
         """`batch` is this rank's part of the batch, for `replay.py` to keep."""
         super().__init__(message)
-        self.step, self.batch = step, batch
+        self.step, self.batch, self.updates = step, batch, 0
 
 
 class NonFiniteError(StepRefused):
@@ -67,7 +70,7 @@ class MismatchError(StepRefused):
 
 
 class TrainStep:
-    """Forward, backward, clip, update, measure: one optimizer step at a time."""
+    """Forward, backward, clip, update, measure: one batch at a time, in one optimizer step or several."""
 
     called, section = "", "trainer.optim"
     """Words for its loss and gradient where they are not the policy's, and the section of its optimizer."""
@@ -94,6 +97,7 @@ class TrainStep:
         together: int = 1,
         entropy: EntropyBonus | None = None,
         top_entropy: float | None = None,
+        updates: tuple[int, int] = (1, 1),
     ) -> None:
         """Args:
         max_steps: length of the schedule.
@@ -110,6 +114,7 @@ class TrainStep:
         together: sequences that follow each other and share a micro-batch: 2 of a pair.
         entropy: bonus for the entropy, beside the objective (needs `with_entropy`).
         top_entropy: share of the batch's targets, those of the highest entropy, that the objective trains; None: all.
+        updates: mini-batches of a batch, each an optimizer step, and passes over them.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -118,10 +123,16 @@ class TrainStep:
         self._normalize, self._device = normalize, device
         self._reshard = config.reshard_after_forward and not gathers_from_itself(policy.parallel)
         self._no_sync = config.defers_sync(whole_gradient_bytes(policy))
-        self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
-        self._alarmed, self._row_tokens, self._together = False, row_tokens, together
+        self._mismatch = None if mismatch is None else MismatchAlarm(mismatch)
+        self._batch_tokens, self._reference, self._row_tokens, self._together = (
+            batch_tokens,
+            reference,
+            row_tokens,
+            together,
+        )
+        self._kl_in_rewards = config.loss.kl is not None and config.loss.kl.in_rewards
         self._slow_ranks, self.entropy, self._top_entropy = slow_ranks, entropy, top_entropy
-        self._counts_all = config.loss.denominators == "all"
+        self._counts_all, (self._num_mini_batches, self._num_epochs) = config.loss.denominators == "all", updates
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
         self._parallel = policy.parallel
@@ -130,8 +141,13 @@ class TrainStep:
         if policy.adapters is not None:
             self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Small tensors in host memory that a checkpoint keeps of it, the same on all ranks."""
+        return {} if self.entropy is None else {"entropy_bonus": self.entropy.state}
+
     def run(
-        self, step: int, batch: RankBatch, objective: MicroBatchLoss, watch: Watch | None = None
+        self, step: int, batch: RankBatch, objective: MicroBatchLoss, watch: Watch | None = None, done: int = 0
     ) -> dict[str, float]:
         """Turn version step - 1 into version `step`. Collective.
 
@@ -139,41 +155,66 @@ class TrainStep:
             step: 1-based.
             batch: this rank's part; all ranks have the same number of micro-batches.
             watch: wraps the objective, to keep what it sees.
+            done: updates by this batch that the parameters have already (`StepRefused.updates`).
 
         Returns:
-            metrics of the whole batch, the same on every rank.
+            metrics of the whole batch, the same on every rank; of several updates see `metrics_of_updates`.
 
         A batch without any target changes nothing: the optimizer does not step.
 
         Raises:
-            NonFiniteError: NaN or infinite loss or gradient; parameters are as before.
+            NonFiniteError: NaN or infinite loss or gradient; parameters are as before the update.
             MismatchError: the mismatch to the engine exceeds its limit; parameters are as before.
         """
         if batch.num_micro_batches == 0:
             batch = RankBatch.empty(1)
         if self.policy.replays_routers:
             check_recorded(self.policy.hf, batch)
-        facts = batch_facts(batch, step)
         with self.timer("forward_backward", on_device=True), self.adapted():
             laid_out = self.lay_out(batch)
-            watched = objective if watch is None else watch(laid_out, objective)
-            stats, num_shared = self.accumulate(laid_out, watched, facts, self._changes(step, laid_out))
-        with self.timer("optim", on_device=True):
-            metrics = self._reduce(step, facts, stats, num_shared)
-            self._check_finite(step, batch, metrics)
-            self._check_mismatch(step, batch, metrics)
-            trains = bool(metrics["num_targets"] or "echo_loss" in stats.totals)
-            if not trains and dist.get_rank() == 0:
-                logger.warning(f"step {step}: no token of the batch trains (every label is masked); weights stay")
-            self._apply(step, metrics, trains=trains)
+            change = self._changes(step, laid_out)
+            parts = mini_batches(laid_out, self._num_mini_batches, self._device)
+            watched = objective if watch is None else watch(parts[0].batch, objective)
+        rows, trained = list[dict[str, float]](), False
+        for number, part in list(enumerate(parts * self._num_epochs))[done:]:
+            try:
+                metrics, trains = self._update_by(step, part, watched, change, first=number == 0)
+            except StepRefused as error:
+                error.batch, error.updates = batch, number
+                raise
+            rows.append(metrics)
+            trained |= trains
+        if not trained and dist.get_rank() == 0:
+            logger.warning(f"step {step}: no token of the batch trains (every label is masked); weights stay")
+        metrics = metrics_of_updates(rows, self._num_epochs)
+        if trained:
+            self._observe(metrics)
         return metrics
 
-    def _changes(self, step: int, batch: RankBatch) -> Callable[[int, MicroBatch], MicroBatch] | None:
-        """Return what micro-batches are to be in this step, see `accumulate`. Collective."""
+    def _update_by(
+        self, step: int, part: MiniBatch, objective: MicroBatchLoss, change: Change | None, *, first: bool
+    ) -> tuple[dict[str, float], bool]:
+        """Do one optimizer step. Collective. Returns its metrics, and whether anything trained; `first`: of its batch.
+        Raises as `run`."""
+        facts = batch_facts(part.batch, step)
+        with self.timer("forward_backward", on_device=True), self.adapted():
+            stats, num_shared = self.accumulate(part.batch, objective, facts, part.of(change))
+        with self.timer("optim", on_device=True):
+            metrics = self._reduce(step, facts, stats, num_shared, first=first)
+            self._check_finite(step, part.batch, metrics)
+            if first and self._mismatch is not None and (why := self._mismatch.check(step, metrics)):
+                self.optimizer.zero_grad()
+                raise MismatchError(why, step, part.batch)
+            trains = bool(metrics["num_targets"] or "echo_loss" in stats.totals)
+            self._apply(step, metrics, trains=trains)
+        return metrics, trains
+
+    def _changes(self, step: int, batch: RankBatch) -> Change | None:
+        """Return what the micro-batches of a whole batch are to be in this step, see `accumulate`. Collective."""
         marks = self._marks(batch, step)
 
         def marked(i: int, micro: MicroBatch) -> MicroBatch:
-            own: dict[str, Any] = {name: of[i] for name, of in marks.items()}
+            own: dict[str, Any] = {name: of_micro_batch(of, i) for name, of in marks.items()}
             return replace(micro, **own)
 
         return marked if marks else None
@@ -184,6 +225,9 @@ class TrainStep:
             self.optimizer.zero_grad()
             return
         self._update(step, metrics)
+
+    def _observe(self, metrics: dict[str, float]) -> None:
+        """Take note of a step that has trained."""
         if self.entropy is not None and metrics["num_targets"]:
             self.entropy.observe(metrics["entropy"])
 
@@ -193,7 +237,12 @@ class TrainStep:
         then."""
         if not self.policy.single_rows:
             return batch
-        groups = group_rows(np.diff(batch.seq_offsets), self._row_tokens, self._together)
+        lengths, dealt = np.diff(batch.seq_offsets), batch.values("mini_batches")
+        groups = [
+            own[group]
+            for own in (np.flatnonzero(dealt == k) for k in np.unique(dealt))
+            for group in group_rows(lengths[own], self._row_tokens, self._together)
+        ]
         most = torch.tensor([max(len(groups), 1), not rows_fit(batch, self._row_tokens)], device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         num_micro_batches, mismatches = most.tolist()
@@ -218,7 +267,7 @@ class TrainStep:
         """Context of forward and backward passes through this engine's adapter, if any. Collective."""
         return self.policy.adapters.use(self.slot) if self.policy.adapters is not None else nullcontext()
 
-    def _global_denominators(self, facts: BatchFacts, batch: RankBatch) -> tuple[int, int, int]:
+    def _global_denominators(self, facts: BatchFacts, batch: RankBatch) -> tuple[float, float, int]:
         """Targets, sequences that have any, and tokens of the cross-entropy beside them, over all of the batch; targets
         and rollouts of the whole step where the batch tells these and they are asked for."""
         own = [facts.num_targets, facts.num_trained_sequences, facts.num_echo]
@@ -234,7 +283,7 @@ class TrainStep:
         batch: RankBatch,
         objective: MicroBatchLoss,
         facts: BatchFacts,
-        change: Callable[[int, MicroBatch], MicroBatch] | None = None,
+        change: Change | None = None,
     ) -> tuple[LossStats, int]:
         """Accumulate gradients over the micro-batches, inside `adapted`; under `no_grad` compute the losses alone.
         Collective.
@@ -266,34 +315,41 @@ class TrainStep:
     def _marks(self, batch: RankBatch, step: int) -> dict[str, Sequence[torch.Tensor]]:
         """Return what the whole batch decides of its targets: fields of each micro-batch. Collective."""
         marks: dict[str, Sequence[torch.Tensor]] = {}
-        if self._top_entropy is not None:
-            marks["high_entropy"] = self._high_entropy(batch, self._top_entropy)
+        decoupled = self._config.loss.correction is not None and self._num_mini_batches * self._num_epochs > 1
+        if self._top_entropy is not None or decoupled:
+            old, high = self._look(batch, self._top_entropy)
+            marks |= ({"old_logprobs": old} if decoupled else {}) | ({"high_entropy": high} if high else {})
+        if self._reference is not None and self._num_epochs > 1 and not self._kl_in_rewards:
+            marks["reference_logprobs"] = self._references(batch)
         if (covariance := self._config.loss.covariance) is not None:
             leads = self._parallel.leads
             marks["high_covariance"] = high_covariance(covariance, batch, step, self._device, counts=leads)
         return marks
 
     @torch.no_grad()
-    def _high_entropy(self, batch: RankBatch, share: float) -> list[torch.Tensor]:
-        """Return which targets of each micro-batch are of high entropy, by a forward pass over all of them.
-        Collective."""
-        found: list[torch.Tensor] = []
-        counted: list[torch.Tensor] = []
+    def _look(self, batch: RankBatch, share: float | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the log-probabilities of each micro-batch's targets, and with a `share` which are of high entropy, by
+        a forward pass over all of them. Collective."""
+        found, entropies, counted = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         with MicroBatches(partial(self.micro_batch, batch), batch.num_micro_batches, self._device) as micros:
             for micro in micros:
                 with self.policy.packing(micro):
-                    _, entropy = self.policy(micro, with_entropy=True)
-                found.append(entropy)
-                counted.append(entropy if micro.trained is None else entropy.index_select(0, micro.trained))
+                    logprobs, entropy = self.policy(micro, with_entropy=share is not None)
+                found.append(logprobs)
+                if share is not None:
+                    entropies.append(entropy)
+                    counted.append(entropy if micro.trained is None else entropy.index_select(0, micro.trained))
         reshard_all(self.policy)
+        if share is None:
+            return found, []
         threshold = top_share_threshold(torch.cat(counted), share, counts=self._parallel.leads)
-        return [entropy >= threshold for entropy in found]
+        return found, [entropy >= threshold for entropy in entropies]
 
     def _micro_batch(
-        self, micro: MicroBatch, objective: MicroBatchLoss, num_targets: int, num_sequences: int, num_echo: int
+        self, micro: MicroBatch, objective: MicroBatchLoss, num_targets: float, num_sequences: float, num_echo: int
     ) -> LossStats:
         """Forward and backward pass of one micro-batch; its statistics."""
-        if self._reference is not None:
+        if self._reference is not None and micro.reference_logprobs is None and not self._kl_in_rewards:
             micro.reference_logprobs = self._reference_logprobs(micro)
         logprobs, entropy = self.policy(micro, self._with_entropy)
         echo = echo_loss(micro, logprobs, num_echo) if num_echo else None
@@ -337,6 +393,16 @@ class TrainStep:
         policy.set_reshard_after_backward(last or self._reshard)
 
     @torch.no_grad()
+    def _references(self, batch: RankBatch) -> list[torch.Tensor]:
+        """Return the frozen model's log-probabilities of each micro-batch's targets, for all updates. Collective."""
+        found = []
+        with MicroBatches(partial(self.micro_batch, batch), batch.num_micro_batches, self._device) as micros:
+            for micro in micros:
+                with self.policy.packing(micro):
+                    found.append(self._reference_logprobs(micro))
+        return found
+
+    @torch.no_grad()
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """float32[N], the frozen model's log-probabilities of the targets."""
         assert self._reference is not None
@@ -346,13 +412,16 @@ class TrainStep:
         reshard_all(self._reference)
         return logprobs
 
-    def _reduce(self, step: int, facts: BatchFacts, stats: LossStats, num_shared: int) -> dict[str, float]:
+    def _reduce(
+        self, step: int, facts: BatchFacts, stats: LossStats, num_shared: int, *, first: bool = True
+    ) -> dict[str, float]:
         """Gather every rank's sums and maxima in one collective and make the step's metrics of them.
 
         Ranks that work on one part of the batch all have that part's sums: the first one's count.
         """
         sums, maxima = stats.sums | stats.totals, stats.maxima
-        own = [] if self._slow_ranks is None else self._slow_ranks.take(step)
+        slow_ranks = self._slow_ranks if first else None
+        own = [] if slow_ranks is None else slow_ranks.take(step)
         names = [*_SUMS, "lag_max", "shared_tokens", "attention_flops", *sums, *maxima, "squared_grad_norm"]
         known = [*own, *(float(getattr(facts, k)) for k in (*_SUMS, "lag_max")), float(num_shared)]
         known.append(self._flops.attention_flops(facts.lengths))
@@ -367,8 +436,8 @@ class TrainStep:
         top = {k: float(np.max(columns[k])) for k in (*maxima, "lag_max")}
         total = {k: float(np.sum(v)) for k, v in columns.items() if k not in top}
         total["squared_grad_norm"] = float(np.sum(everyone[:, -1]))
-        if self._slow_ranks is not None:
-            self._slow_ranks.compare(step, everyone[:, : len(own)])
+        if slow_ranks is not None:
+            slow_ranks.compare(step, everyone[:, : len(own)])
         return self._metrics(step, total, top, stats)
 
     def _metrics(self, step: int, total: dict[str, float], top: dict[str, float], stats: LossStats) -> dict[str, float]:
@@ -400,31 +469,6 @@ class TrainStep:
                 step,
                 batch,
             )
-
-    def _check_mismatch(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:
-        """Warn when the mismatch to the engine rises above its threshold, refuse the step above the limit."""
-        if self._mismatch is None:
-            return
-        warn, stop, kl = self._mismatch.warn, self._mismatch.stop, metrics["kl"]
-        if stop is not None and kl > stop:
-            self.optimizer.zero_grad()
-            raise MismatchError(
-                f"step {step}: the policy is {kl:.3g} nats a token (KL) from what the engine reported, above "
-                f"trainer.loss.mismatch.stop = {stop:g}; stopped before version {step} was made or published. Lower "
-                "async_level or trainer.optim.lr, or look for different numerics (dtype, temperature, top_p) in engine "
-                "and trainer",
-                step,
-                batch,
-            )
-        above = warn is not None and kl > warn
-        metrics["mismatch_alarm"] = float(above)
-        if above and not self._alarmed and dist.get_rank() == 0:
-            logger.warning(
-                f"step {step}: the mismatch to the engine, KL = {kl:.3g} nats a token, is above "
-                f"trainer.loss.mismatch.warn = {warn:g} (largest log-probability difference "
-                f"{metrics['logprob_diff_max']:.3g}, mean lag {metrics['lag_mean']:.2g}); said once until it is below"
-            )
-        self._alarmed = above
 
     @torch.no_grad()
     def _update(self, step: int, metrics: dict[str, float]) -> None:

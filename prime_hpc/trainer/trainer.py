@@ -431,7 +431,6 @@ def build_train_step(
         adapter = policy.adapters.parameters(slot)
     optimizer = build_optimizer(policy, config.optim, adapter)
     is_rl = experiment.kind == "rl"
-    together = 1 if is_rl else experiment.sft.num_sides
     is_random = config.bench or config.data.fake is not None  # no engine sampled such batches
     critic = load_critic(experiment, policy, base.device)
     kind = TrainStep if critic is None else partial(ActorCriticStep, critic=critic)
@@ -440,7 +439,7 @@ def build_train_step(
         optimizer,
         config,
         max_steps=experiment.max_steps,
-        normalize=normalization(config.loss) if is_rl else "token" if together == 1 else "sequence",
+        normalize=normalization(config.loss) if is_rl else "token" if experiment.sft.num_sides == 1 else "sequence",
         device=base.device,
         peak_flops=base.peak_flops,
         with_entropy=is_rl,
@@ -450,9 +449,10 @@ def build_train_step(
         slot=slot,
         row_tokens=experiment.micro_batch_tokens,
         slow_ranks=slow_ranks,
-        together=together,
+        together=1 if is_rl else experiment.sft.num_sides,
         entropy=EntropyBonus(config.loss.entropy) if is_rl and config.loss.entropy is not None else None,
         top_entropy=config.loss.top_entropy_quantile if is_rl else None,
+        updates=(config.num_mini_batches, config.epochs_per_batch) if is_rl else (1, 1),
     )
 
 
@@ -480,7 +480,7 @@ def _build_saver(
         config=config,
         slot=train_step.slot,
         others=others,
-        extra={} if train_step.entropy is None else {"entropy_bonus": train_step.entropy.state},
+        extra=train_step.state,
     )
     schedule: SaveSchedule | None = None
     if dist.get_rank() == 0 and config is not None and config.interval == "auto":

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
+from prime_hpc.store.batches import read_state
 from prime_hpc.store.run_paths import RunPaths
 from tests.integration.test_trainer import assert_done, full_batch, run_trainer, weights, write_run
 from tests.integration.test_trainer_objectives import replay, write_batches
@@ -18,8 +19,11 @@ from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 STEPS = 3
-CRITIC = {"lr": 1e-2, "lam": 0.9, "gamma": 0.99}
-SHOWN = ("loss", "grad_norm", "ratio", "critic/loss", "critic/grad_norm", "critic/value", "critic/return")
+CRITIC = {"lr": 1e-2, "lam": 0.9, "gamma": 0.99, "value_clip": 0.2}
+KL = {"in_rewards": True, "estimator": "k1", "coef": 0.1, "target_kl": 0.5, "horizon": 20}
+UPDATES = {"num_mini_batches": 2, "epochs_per_batch": 2}
+OF_CRITIC = ("critic/loss", "critic/grad_norm", "critic/value", "critic/return")
+SHOWN = ("loss", "grad_norm", "ratio", "kl_last", "kl_coef", "kl_penalty", *OF_CRITIC)
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +37,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def token_rewards(batch: Any) -> dict[str, Any]:
-    """Of a batch whose every sequence ends with a reward, and has one on its way."""
+    """Of a batch in two mini-batches, whose every sequence ends with a reward, and has one on its way."""
     rewards = np.zeros(batch.num_tokens, np.float32)
     for i, end in enumerate(batch.seq_offsets[1:]):
         trained = np.flatnonzero(batch.loss_mask[:end])
         rewards[trained[-1]], rewards[trained[-3]] = 1 + i % 3, 0.5
-    return {"advantages": rewards}
+    micro = np.repeat(np.arange(batch.num_micro_batches), np.diff(batch.micro_offsets))
+    return {"advantages": rewards, "mini_batches": (micro % 2).astype(np.int32)}
 
 
 def tree(critic: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    loss = {"type": "ppo_clip"}
+    loss = {"type": "ppo_clip", "kl": KL}
     own = {"loss": loss, "critic": CRITIC | critic, "optim": {"lr": 2e-3}, "threads_per_rank": 1, "keep_weights": 9}
-    return own | changes
+    return own | UPDATES | changes
 
 
 def written(folder: Path, model: Path, num_ranks: int = 1, **changes: Any) -> RunPaths:
@@ -74,7 +79,7 @@ def test_the_critic_learns_what_rewards_come(whole: RunPaths) -> None:
     batch = full_batch(1)
     changed = token_rewards(batch)["advantages"]
     assert rows[0]["critic/value"] == 0  # a new head
-    assert rows[0]["critic/return"] > 0.5 and np.count_nonzero(changed) == 2 * batch.num_sequences
+    assert np.count_nonzero(changed) == 2 * batch.num_sequences and rows[0]["num_updates"] == 4
     assert rows[2]["critic/loss"] < rows[0]["critic/loss"] and rows[2]["critic/value"] > 0.1
     assert rows[0]["critic/lr"] == CRITIC["lr"]
 
@@ -103,12 +108,14 @@ def test_a_checkpoint_with_a_critic_is_none_of_a_run_without(tmp_path: Path, mod
 
 
 def test_a_refused_step_is_kept_with_its_critic(tmp_path: Path, model: Path) -> None:
-    # after its first step the critic's weights are finite, their squares are not
+    # after its first update the critic's weights are finite, their squares are not
     paths = written(tmp_path / "refused", model, critic={"lr": 1e30})
     assert run_trainer(paths).returncode != 0
-    again = replay(paths.failed_step(2))
+    kept = RunPaths(paths.failed_step(1))
+    assert read_state(kept.rollouts_step(1))["updates"] == 1
+    again = replay(kept.root)
     assert again.returncode == 1, again.stderr
-    assert "the critic's grad_norm = nan" in again.stdout and "lower trainer.critic.lr" in again.stdout
+    assert "step 1: the critic's " in again.stdout and "lower trainer.critic.lr" in again.stdout
 
 
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"tp": 2}])
@@ -126,5 +133,5 @@ def test_the_policy_stays_while_the_critic_learns_alone(tmp_path: Path, model: P
     assert all(torch.equal(before[name], alone[name]) for name in before)
     assert any(not torch.equal(alone[name], after[name]) for name in alone)
     assert rows[0]["grad_norm"] == 0 < rows[2]["grad_norm"]
-    assert rows[0]["loss"] == plain[0]["loss"]
-    assert [row["critic/loss"] for row in rows] == [row["critic/loss"] for row in plain]  # of the same batches
+    assert rows[0]["critic/loss"] == plain[0]["critic/loss"]  # of the same batch
+    assert rows[0]["kl_coef"] == rows[2]["kl_coef"] == plain[0]["kl_coef"] != plain[1]["kl_coef"]

@@ -22,6 +22,7 @@ from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.resume import mismatches
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
+from prime_hpc.trainer.batching.mini_batches import mini_batches
 from prime_hpc.trainer.critic import ActorCriticStep, load_critic
 from prime_hpc.trainer.critic.gae import WHITEN_EPS
 from prime_hpc.trainer.model.load_policy import load_policy
@@ -137,8 +138,10 @@ def test_advantages_and_gradients_are_those_of_the_formulas(group: None, tmp_pat
     np.testing.assert_allclose(np.sort(torch.cat(found).numpy()), np.sort(whitened), rtol=1e-3, atol=1e-4)
     if layout != "a row a sample":  # where samples are dealt out anew
         np.testing.assert_allclose(torch.cat(found).numpy(), whitened, rtol=1e-3, atol=1e-4)
-    assert step._learned["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
-    assert (step._learned["shared_tokens"] > 0) == (layout == "packed")  # prompts that are computed once
+    (part,) = mini_batches(laid_out, 1, CPU)
+    learned = step.critic.learn(1, part, step._found)
+    assert learned["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert (learned["shared_tokens"] > 0) == (layout == "packed")  # prompts that are computed once
     theirs = dict(hf.named_parameters())
     mine: dict[str, Any] = {n: p.grad.full_tensor().double() for n, p in step.critic.policy.hf.named_parameters()}
     assert mine.keys() == theirs.keys() and mine["score.weight"].abs().sum() > 0
@@ -240,6 +243,7 @@ def test_a_critic_that_cannot_be_loaded_is_named_by_its_key(group: None, tmp_pat
 
 GAE = ["--orchestrator.advantage.type", "gae"]
 CRITIC = ["--trainer.critic.lam", "0.9"]
+IN_REWARDS = ["--trainer.loss.kl.in-rewards"]
 
 
 @pytest.mark.parametrize(
@@ -259,6 +263,9 @@ CRITIC = ["--trainer.critic.lam", "0.9"]
             "cannot be shared by the runs",
         ),
         ([*GAE, *CRITIC, "--model.vision", "frozen"], "reads text alone"),
+        (["--trainer.loss.kl.in-rewards"], "rewards of tokens are a critic's: state trainer.critic, or leave"),
+        ([*GAE, *CRITIC, *IN_REWARDS, "--trainer.loss.kl.target", "behaviour"], "is at no distance from itself"),
+        ([*GAE, *CRITIC, *IN_REWARDS, "--trainer.loss.kl.unbiased"], "rewards are of the policy that sampled"),
         ([*GAE, "--trainer.critic.warmup-steps", "9", "--max-steps", "9"], "alone in all of the run's 9 steps"),
     ],
 )
@@ -278,12 +285,14 @@ def test_gae_may_be_stated_of_each_environment() -> None:
     assert load_experiment(flags, "rl", {}).experiment.orchestrator.advantage_of(0).type == "gae"
 
 
-def test_a_lambda_that_nothing_reads_is_told() -> None:
-    adaptive = ["--trainer.critic.length-adaptive-alpha", "0.05"]
-    flags = ["--orchestrator.env.0.id", "reverse-text", *GAE, *CRITIC, *adaptive]
+def test_keys_that_nothing_reads_are_told() -> None:
+    idle = ["--trainer.critic.length-adaptive-alpha", "0.05", "--trainer.critic.value-clip", "0.2"]
+    idle += ["--trainer.loss.kl.target-kl", "0.1", "--trainer.loss.kl.horizon", "99"]
+    flags = ["--orchestrator.env.0.id", "reverse-text", *GAE, *CRITIC, *idle]
     experiment = load_experiment(flags, "rl", {}).experiment
     found = {finding.key for finding in lint(experiment, SiteConfig(name="here")) if finding.code == "PH241"}
-    assert found == {"trainer.critic.lam"}
+    of_kl = {f"trainer.loss.kl.{name}" for name in ("target_kl", "horizon")}
+    assert found == {"trainer.critic.lam", "trainer.critic.value_clip"} | of_kl
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.replay import replay
 from prime_hpc.trainer.replay.dump_failed_step import _with_model, _write_beside
 from prime_hpc.trainer.replay.replay import plain
+from prime_hpc.trainer.train_step import StepRefused
 from tests.unit.test_store_batches import make_rank
 
 
@@ -59,7 +60,8 @@ def test_a_kept_step_has_the_entropy_coefficient_that_it_had(
 
     def trainer(bonus: EntropyBonus) -> Any:
         policy = SimpleNamespace(adapters=None)
-        step = SimpleNamespace(entropy=bonus, policy=policy, run=lambda *_: {"entropy_coef": bonus.coef})
+        state = {"entropy_bonus": bonus.state}
+        step = SimpleNamespace(state=state, policy=policy, run=lambda *_, done: {"entropy_coef": bonus.coef + done})
         layout = SimpleNamespace(dims=SimpleNamespace(ranks_per_part=1))
         return SimpleNamespace(experiment=experiment, train_step=step, parallel=layout, part=(0, 1), rank=0)
 
@@ -67,11 +69,13 @@ def test_a_kept_step_has_the_entropy_coefficient_that_it_had(
     for _ in range(3):
         moved.observe(0.25)
     again, kept = EntropyBonus(experiment.trainer.loss.entropy), RunPaths(tmp_path / "kept")
-    _write_beside(trainer(moved), kept, 4, [make_rank([20, 20], [2])])
+    refused = StepRefused("a loss", 4, batch := make_rank([20, 20], [2]))
+    refused.updates = 3
+    _write_beside(trainer(moved), kept, refused, [batch])
     monkeypatch.setattr(replay, "opened", lambda *_: contextlib.nullcontext(trainer(again)))
     monkeypatch.setattr(replay, "sequence_lines", lambda *_: [])
     assert replay.kept_step(kept, tmp_path) and again.state.tolist() == moved.state.tolist()
-    assert f"entropy_coef {moved.coef:.4g}" in capsys.readouterr().out and moved.coef > 0
+    assert f"entropy_coef {moved.coef + 3:.4g}" in capsys.readouterr().out and moved.coef > 0
 
 
 def test_a_kept_step_is_one_and_takes_no_steps(tmp_path: Path) -> None:

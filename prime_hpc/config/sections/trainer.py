@@ -71,6 +71,14 @@ class KLConfig(Section):
     """The reference: a directory or hub name; default: the model that training began with."""
     unbiased: bool = False
     """Times the ratio pi/mu to the policy that sampled, so that stale tokens leave no bias (DeepSeek-V3.2)."""
+    in_rewards: bool = False
+    """With `trainer.critic`: taken off each token's reward, once a batch and of the policy that sampled it, in place of
+    a term of the loss (PPO's of RLHF, with `k1`)."""
+    target_kl: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """`in_rewards`: control the weight so that the mean estimate, in nats a token, comes to this (Ziegler et al. 2019);
+    `coef` is the one that it begins with. Off when absent: the weight stays."""
+    horizon: float = Field(10_000, gt=0, allow_inf_nan=False)
+    """`target_kl`: sequences in which the weight changes by a fifth of itself at most."""
 
 
 class EntropyConfig(Section):
@@ -292,6 +300,9 @@ class CriticConfig(Section):
     """In the place of `lam`, 1 - 1 / (alpha x length) of each sequence (VAPO's 0.05); off when absent."""
     whiten: bool = True
     """Take the mean off the batch's advantages and divide by their standard deviation, over all tokens."""
+    value_clip: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """With several updates a batch: a value that has moved farther than this from what it was before the first one, and
+    towards its return, learns no more from it (PPO's code has 0.2; verl 0.5); off when absent."""
 
 
 class FakeDataConfig(Section):
@@ -382,6 +393,11 @@ class TrainerConfig(Section):
     """Learning-rate schedule."""
     loss: LossConfig = LossConfig()
     """RL objective."""
+    num_mini_batches: int = Field(1, ge=1)
+    """RL: parts of a batch, by prompts drawn at random, each an optimizer step; versions and schedules count
+    batches."""
+    epochs_per_batch: int = Field(1, ge=1)
+    """RL: passes over a batch, in the same order; advantages are made once."""
     critic: CriticConfig | None = None
     """A critic, for `orchestrator.advantage.type = gae`; off when absent."""
     data: TrainerDataConfig = TrainerDataConfig()

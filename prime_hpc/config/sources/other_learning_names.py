@@ -12,7 +12,7 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
     ("adam_epsilon", "it is <trainer.optim.eps>"),
     ("optimizer", "it is <trainer.optim.type>"),
     (
-        "beta kl_coef init_kl_coef kl.init_coef kl_loss_coef use_kl_loss kl.use_loss use_kl_in_reward kl_ctrl",
+        "beta kl_coef init_kl_coef kl.init_coef kl_loss_coef use_kl_loss kl.use_loss kl_ctrl",
         "a KL penalty is off until <trainer.loss.kl.coef> is stated (<trainer.loss.kl.estimator>: GRPO's is k3)",
     ),
     (
@@ -23,7 +23,16 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "use_unbiased_kl use_bias_correction_kl use_on_policy_kl_approximation",
         "times the ratio to the policy that sampled: <trainer.loss.kl.unbiased>",
     ),
-    ("kl.horizon target_kl kl_horizon", "the weight of a KL penalty stays as it is: <trainer.loss.kl.coef>"),
+    (
+        "use_kl_in_reward kl_in_reward",
+        "a KL penalty is in the loss until <trainer.loss.kl.in_rewards> says otherwise, with <trainer.critic.lr> and "
+        "what else a critic has",
+    ),
+    (
+        "kl.horizon target_kl kl_horizon kl_target kl_ctrl.type",
+        "the weight of a KL penalty in the rewards is controlled with <trainer.loss.kl.target_kl>, in nats a token, "
+        "and <trainer.loss.kl.horizon>; else it stays: <trainer.loss.kl.coef>",
+    ),
     (
         "dro_beta kl_tau",
         "the weight of a squared log-ratio to the policy that sampled: <trainer.loss.kl.coef>, with `behaviour` as "
@@ -112,9 +121,12 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "steps in which the critic alone learns: <trainer.critic.warmup_steps>",
     ),
     (
-        "value_clip cliprange_value vf_coef",
-        "leave it out: a step is one update, so that the values are the old ones and no clip binds; policy and critic "
-        "share no weights, so that each has a rate, <trainer.optim.lr> and <trainer.critic.lr>",
+        "value_clip cliprange_value value_clip_range",
+        "how far values may move in the updates by a batch: <trainer.critic.value_clip>",
+    ),
+    (
+        "vf_coef value_loss_coef",
+        "policy and critic share no weights, so that each has a rate: <trainer.optim.lr> and <trainer.critic.lr>",
     ),
     ("whiten_advantages", "of a critic's: <trainer.critic.whiten>"),
     (

@@ -15,10 +15,6 @@ _STEP_SIZE = (
     "state the samples of a whole step, over all ranks: <orchestrator.batch_size>, <sft.data.batch_size>; "
     "<trainer.micro_batch_tokens> says how many tokens are computed at once, and a step takes as many as it needs"
 )
-_ONCE = (
-    "a batch is one optimizer step, each sample is trained on once: <orchestrator.batch_size>; how far engines may be "
-    "behind is <async_level>"
-)
 _STAGES = (
     "stages of an engine find each other by themselves: one command (or one job) starts them all, on one machine; "
     "<inference.pipeline_parallel_size> says how many, <inference.data_parallel_size> how many engines on more machines"
@@ -61,8 +57,14 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
         _STEP_SIZE,
     ),
     (
-        "ppo_mini_batch_size generation_batch_size steps_per_generation num_iterations ppo_epochs num_mini_batches",
-        _ONCE,
+        "ppo_mini_batch_size mini_batch_size generation_batch_size steps_per_generation num_mini_batches",
+        "a batch (<orchestrator.batch_size>) is one optimizer step; to take several, state how many parts it has, and "
+        "not their size: <trainer.num_mini_batches>; passes over it are <trainer.epochs_per_batch>",
+    ),
+    (
+        "num_iterations ppo_epochs num_ppo_epochs",
+        "passes over a batch: <trainer.epochs_per_batch>; its parts, each an optimizer step: "
+        "<trainer.num_mini_batches>",
     ),
     (
         "ppo_max_token_len_per_gpu max_tokens_per_gpu max_token_len_per_gpu log_prob_max_token_len_per_gpu",

@@ -41,6 +41,12 @@ def _of_loss(experiment: Experiment) -> Iterator[Row]:
     yield "trainer.loss.batch_tokens", divisor == "batch", "trainer.loss.normalize = batch"
     if loss.kl is not None:
         yield "trainer.loss.kl.model", loss.kl.target == "reference", "trainer.loss.kl.target = reference"
+        yield "trainer.loss.kl.target_kl", loss.kl.in_rewards, "trainer.loss.kl.in_rewards"
+        yield (
+            "trainer.loss.kl.horizon",
+            loss.kl.in_rewards and loss.kl.target_kl is not None,
+            "trainer.loss.kl.target_kl",
+        )
     if loss.entropy is not None:
         for key in ("delta", "max_coef"):
             yield f"trainer.loss.entropy.{key}", loss.entropy.target is not None, "trainer.loss.entropy.target"
@@ -51,6 +57,9 @@ def _of_loss(experiment: Experiment) -> Iterator[Row]:
     if (critic := experiment.trainer.critic) is not None:
         uses_lam = critic.length_adaptive_alpha is None
         yield "trainer.critic.lam", uses_lam, "runs without trainer.critic.length_adaptive_alpha"
+        several = experiment.trainer.num_mini_batches * experiment.trainer.epochs_per_batch > 1
+        user = "several updates a batch (trainer.num_mini_batches, trainer.epochs_per_batch)"
+        yield "trainer.critic.value_clip", several, user
     if loss.correction is not None:
         yield "trainer.loss.correction.low", loss.correction.type == "mask", "trainer.loss.correction.type = mask"
 
@@ -77,6 +86,8 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
     data, key = experiment.sft.data, "sft.data"
     for name in (
         "trainer.data.fake",
+        "trainer.num_mini_batches",
+        "trainer.epochs_per_batch",
         "trainer.loss.type",
         "trainer.critic",
         "trainer.loss.kl",

@@ -46,6 +46,8 @@ class TrainSample:
     rollout_tokens: int = 0
     """Tokens of the whole rollout, all the samples of its trace, that train or would if they were not too old: else the
     few young tokens of a long reply would weigh as much as another whole one."""
+    mini_batch: int = 0
+    """Number of the optimizer step of its step's."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,8 @@ def build_ranks(
     share_prefixes: bool = True,
     single_rows: bool = False,
     totals: NDArray[np.int64] | None = None,
+    num_mini_batches: int = 1,
+    seed: Sequence[int] = (0,),
 ) -> list[RankBatch]:
     """Deal sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
 
@@ -267,14 +271,20 @@ def build_ranks(
         share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
         single_rows: each sequence takes a row of its own, padded to the longest of its micro-batch.
         totals: `count_rollouts` of the step.
+        num_mini_batches, seed: see `deal_mini_batches`; each is packed by itself.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
-    sharing = None
-    if share_prefixes and not single_rows:
-        keys = [_keys(s.sample) for s in samples]
-        sharing = find_sharing(keys, [s.group_id for s in samples])
-    deal = pack_rows if single_rows else partial(pack, sharing=sharing)
-    assignment = deal(lengths, num_ranks, micro_batch_tokens)
+    dealt = deal_mini_batches(samples, num_mini_batches, seed)
+    if num_mini_batches > 1:
+        samples = [replace(s, mini_batch=int(k)) for s, k in zip(samples, dealt, strict=True)]
+    assignment: list[list[NDArray[np.int64]]] = [[] for _ in range(num_ranks)]
+    for k in np.unique(dealt):
+        own, sharing = np.flatnonzero(dealt == k), None
+        if share_prefixes and not single_rows:
+            sharing = find_sharing([_keys(samples[i].sample) for i in own], [samples[i].group_id for i in own])
+        deal = pack_rows if single_rows else partial(pack, sharing=sharing)
+        for rank, micro_batches in zip(assignment, deal(lengths[own], num_ranks, micro_batch_tokens), strict=True):
+            rank += [own[chosen] for chosen in micro_batches]
     if isinstance(sampling, SamplingConfig):
         sampling = [sampling] * (1 + max((s.env_id for s in samples), default=0))
     likes = {
@@ -283,6 +293,18 @@ def build_ranks(
         if spec.per == "token"
     }  # of all ranks alike, and looked for once: with hundreds of ranks there are millions of pairs
     return drop_idle([_rank_batch(samples, parts, sampling, totals, likes) for parts in assignment])
+
+
+def deal_mini_batches(samples: Sequence[TrainSample], number: int, seed: Sequence[int]) -> NDArray[np.integer[Any]]:
+    """int[S], the mini-batch of each sequence: prompts at random, as many to each as can be, and whole ones, whose
+    rollouts begin alike; rollouts where there are fewer prompts than mini-batches. The same whatever the trainer's
+    layout is. `seed`: of the run, and its step."""
+    if number == 1:
+        return np.zeros(len(samples), np.int64)
+    prompts, rollouts = (np.array([getattr(s, name) for s in samples]) for name in ("group_id", "sample_id"))
+    known, which = np.unique(prompts if len(np.unique(prompts)) >= number else rollouts, return_inverse=True)
+    place = np.random.default_rng(list(seed)).permutation(len(known))
+    return place[which] * number // len(known)
 
 
 def _rank_batch(

@@ -152,6 +152,11 @@ class RankBatch:
         default=None, metadata=_spec("table", np.int64, together="images")
     )
     """[P + 1] in bytes; first 0, last B."""
+    mini_batches: npt.NDArray[np.int32] | None = field(
+        default=None, metadata=_spec("sequence", np.int32, absent=0, least=0, column="mini_batch")
+    )
+    """[S] mini-batch of the step that the sequence belongs to, the same throughout a micro-batch; absent: all are one
+    optimizer step."""
     totals: npt.NDArray[np.int64] | None = field(default=None, metadata=_spec("step", np.int64, least=0))
     """[2] trained tokens and rollouts of the step, all ranks', with those that are left out for want of a signal."""
 

@@ -64,6 +64,9 @@ class MicroBatch:
     """Of these, the tokens that are computed with another sample's."""
     reference_logprobs: torch.Tensor | None = None
     """float32[N], the reference model's log-probabilities, where the objective needs them."""
+    old_logprobs: torch.Tensor | None = None
+    """float32[N], the policy's own before the first update by the batch, where the objective needs them and there are
+    several; None: they are what this forward pass computes."""
     reference_sums: torch.Tensor | None = None
     """float64[S], see `RankBatch.reference_sums`."""
     high_entropy: torch.Tensor | None = None
@@ -72,6 +75,8 @@ class MicroBatch:
     """bool[N], the targets that `trainer.loss.covariance` chose; None: it is off."""
     returns: torch.Tensor | None = None
     """float32[N], what a critic's values of the targets are to be (`trainer.critic`); None: it is not a critic's."""
+    old_values: torch.Tensor | None = None
+    """float32[N], what they were before the first update by the batch."""
     targets_of_rollout: torch.Tensor | None = None
     """int64[S], number of targets of the whole rollout that each sequence is a piece of, over all micro-batches and
     ranks; None where sequences are whole rollouts."""
@@ -110,6 +115,7 @@ _SEEN_BY_OBJECTIVES = (
     "behaviour_logprobs",
     "advantages",
     "reference_logprobs",
+    "old_logprobs",
     "high_entropy",
     "high_covariance",
 )

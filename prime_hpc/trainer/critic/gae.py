@@ -9,6 +9,10 @@ the token's reward, V_n = 0:
     R_t     = V_t + A'_t        A' with the critic's own lam (1: the discounted sum of the rewards to come)
     loss_t  = 1/2 (V_t - R_t)^2
 
+and with `value_clip` = c, V' the value before the batch's first update (of no effect in that one),
+
+    loss_t  = 1/2 max((V_t - R_t)^2, (clip(V_t, V'_t - c, V'_t + c) - R_t)^2)
+
 What a tool or a user says between the policy's turns is no token of its own: nothing is decided there, so that delta
 goes from the last token of a turn to the first of the next. With `length_adaptive_alpha` lam is 1 - 1 / (alpha n), at
 least 0, of each sequence (VAPO, arXiv 2504.05118, eq. 12).
@@ -74,7 +78,14 @@ def discounted_sums(terms: torch.Tensor, factor: float | torch.Tensor, sequence:
     return sums
 
 
-def value_loss(micro: MicroBatch, values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-    """Half the squared error to the returns, and no statistics besides: those are of the whole batch."""
-    assert micro.returns is not None
-    return (weights * (values - micro.returns).square()).sum() / 2, LossStats({}, {})
+def value_loss(
+    micro: MicroBatch, values: torch.Tensor, weights: torch.Tensor, clip: float | None = None
+) -> tuple[torch.Tensor, LossStats]:
+    """Half the squared error to the returns, and no statistics besides: those are of the whole batch. `clip`: see the
+    module."""
+    assert micro.returns is not None and micro.old_values is not None
+    error = (values - micro.returns).square()
+    if clip is not None:
+        near = torch.minimum(torch.maximum(values, micro.old_values - clip), micro.old_values + clip)
+        error = torch.maximum(error, (near - micro.returns).square())
+    return (weights * error).sum() / 2, LossStats({}, {})

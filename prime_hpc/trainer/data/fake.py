@@ -7,7 +7,7 @@ shape of the batches that it wrote: lengths, trained tokens, micro-batches, rank
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,10 +71,17 @@ def fake_source(trainer: Trainer) -> FakeSource | None:
             return lambda step: RankBatch.empty(1)
         own = shapes[part % len(shapes)]
         trainer.bench_setting["data"] = f"shaped like the orchestrator's batch: {len(own.lengths)} sequences a rank"
-        return lambda step: own.batch(vocab, seed, step, part)
+        return lambda step: _dealt(own.batch(vocab, seed, step, part), experiment.trainer.num_mini_batches)
     shape = config or default_fake(experiment)
     trainer.bench_setting["data"] = f"fake, {shape.batch_size} x {shape.seq_len} tokens, {shape.length} length"
-    return lambda step: fake_batch(shape, vocab, seed, step, part, num_parts)
+    number = experiment.trainer.num_mini_batches
+    return lambda step: _dealt(fake_batch(shape, vocab, seed, step, part, num_parts), number)
+
+
+def _dealt(batch: RankBatch, number: int) -> RankBatch:
+    """Return a batch in mini-batches, its micro-batches being dealt out in turn."""
+    micro = np.repeat(np.arange(batch.num_micro_batches), np.diff(batch.micro_offsets))
+    return batch if number == 1 else replace(batch, mini_batches=(micro % number).astype(np.int32))
 
 
 def _await_shapes(trainer: Trainer) -> list[RankShape]:

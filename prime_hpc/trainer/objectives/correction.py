@@ -13,9 +13,10 @@ out; `reject` leaves out sequences by an estimate that is never negative (verl's
 d = log(pi / mu), the mean, the sum or the greatest of d^2 / 2 (k2) or e^d - 1 - d (k3) over the sequence's tokens is
 above a limit. Divisors count what is left out.
 
-The objective's own ratio then compares pi with the trainer's policy before this update instead of with mu (the
-decoupled form, arXiv 2110.00641): the mismatch is counted once. With one update a batch that ratio is 1 in value, so
-PPO-like clips never bind and only their gradient at 1 counts.
+The objective's own ratio then compares pi with the trainer's policy before the batch's first update instead of with mu
+(the decoupled form, arXiv 2110.00641): the mismatch is counted once. Where a batch has several updates pi in c is that
+policy, too. With one update a batch the ratio is 1 in value, so PPO-like clips never bind and only their gradient at 1
+counts.
 
 **Off-policy sequence masking** (DeepSeek-V3.2, arXiv 2512.02556, eq. 9), beside it or any objective's own ratio: a
 token does not train where A < 0 and 1/|y| sum_t log(mu / pi) > `off_policy_mask`. What the policy no longer says, and
@@ -36,10 +37,10 @@ def correction_factor(
     """Factor [N] of each target's loss, and bool [N]: where the ratio was truncated, masked or left out.
 
     Args:
-        targets: their log pi and sequences.
+        targets: their `anchor`, log pi before the batch's first update, and sequences.
         behaviour: float32 `[N]`, log mu.
     """
-    difference = (targets.logprobs.detach() - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = (targets.anchor - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     geometric = targets.sequence_mean(difference)[targets.sequence].exp()
     left_out = geometric < config.geometric_low
     if config.geometric_high is not None:

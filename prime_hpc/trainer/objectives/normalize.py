@@ -14,8 +14,8 @@ def target_weights(
     sequence: torch.Tensor,
     targets_of_sequence: torch.Tensor,
     normalize: str,
-    num_targets: int,
-    num_sequences: int,
+    num_targets: float,
+    num_sequences: float,
     batch_tokens: int = 1,
 ) -> torch.Tensor:
     """Weight of every target in the batch's loss, float32 `[N]`.

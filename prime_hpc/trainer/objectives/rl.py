@@ -49,7 +49,7 @@ def rl_loss(
     objective, behaviour = get_objective(config.type), micro.behaviour_logprobs
     targets = Targets(
         logprobs=logprobs,
-        anchor=behaviour if config.correction is None else logprobs.detach(),
+        anchor=_anchor(config, micro, logprobs),
         advantages=micro.advantages,
         sequence=micro.sequence,
         targets_of_sequence=micro.targets_of_sequence,
@@ -75,7 +75,7 @@ def rl_loss(
     if config.covariance is not None and micro.high_covariance is not None:
         per_target = bounded(config.covariance, per_target, micro.high_covariance, logprobs, behaviour)
         stats.sums["high_covariance"] = micro.high_covariance.sum().float()
-    if config.kl is not None:
+    if config.kl is not None and not config.kl.in_rewards:
         penalty = kl_estimate(logprobs, _kl_target(config.kl, micro), config.kl.estimator)
         if config.kl.unbiased:
             ratio = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -84,6 +84,13 @@ def rl_loss(
         if config.kl.coef > 0:
             per_target = per_target + config.kl.coef * penalty
     return (weights * per_target).sum(), stats
+
+
+def _anchor(config: LossConfig, micro: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """float32[N], what the objective's ratio is to: `Targets.anchor`."""
+    if config.correction is None:
+        return micro.behaviour_logprobs
+    return logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
 
 
 def _kl_target(config: KLConfig, micro: MicroBatch) -> torch.Tensor:

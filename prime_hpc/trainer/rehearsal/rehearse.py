@@ -80,6 +80,8 @@ def _in_group(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[Memor
 
 
 def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTracker, Base]:
+    once = {"num_mini_batches": 1, "epochs_per_batch": 1}  # more updates take no more memory
+    experiment = experiment.model_copy(update={"trainer": experiment.trainer.model_copy(update=once)})
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind = CompilingMemoryTracker if experiment.model.compile else MemoryTracker
     tracker = kind(granule=CUDA_GRANULE if on_gpu else 1, workspace=flash_workspace if on_gpu else gloo_workspace)

@@ -23,8 +23,8 @@ from prime_hpc.trainer.weights.publish import build_publisher
 
 CRITIC = "critic"
 """Below the kept step: the critic's weights."""
-ENTROPY_BONUS = "entropy_bonus"
-"""Of the kept batch's state: the coefficient's, before the step."""
+UPDATES = "updates"
+"""Of the kept batch's state: updates by the batch that the kept weights have; beside it `TrainStep.state`."""
 
 
 def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
@@ -50,15 +50,15 @@ def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
             slot=own.slot,
         )
         ranks.on_all(build).publish(step - 1)
-    ranks.from_first(lambda: _write_beside(trainer, kept, step, parts or []))
+    ranks.from_first(lambda: _write_beside(trainer, kept, error, parts or []))
 
 
-def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankBatch]) -> None:
+def _write_beside(trainer: Trainer, kept: RunPaths, error: StepRefused, parts: list[RankBatch]) -> None:
     """On rank 0: write the batch and the config, beside the version."""
-    experiment = trainer.experiment
+    experiment, step = trainer.experiment, error.step
     own = parts[:: trainer.parallel.dims.ranks_per_part]  # ranks that share a part of the batch hold it alike
-    bonus = trainer.train_step.entropy
-    write_batch(kept, step, own, state={} if bonus is None else {ENTROPY_BONUS: bonus.state.tolist()})
+    state = {name: tensor.tolist() for name, tensor in trainer.train_step.state.items()}
+    write_batch(kept, step, own, state=state | {UPDATES: error.updates})
     if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `replay.kept_step`
         experiment = _with_model(experiment, str(kept.weights_step(step - 1).resolve()))
     if experiment.trainer.critic is not None:
@@ -66,8 +66,9 @@ def _write_beside(trainer: Trainer, kept: RunPaths, step: int, parts: list[RankB
         critic = experiment.trainer.critic.model_copy(update={"name": name})
         experiment = experiment.model_copy(update={"trainer": experiment.trainer.model_copy(update={"critic": critic})})
     write_snapshot(experiment, kept.root, ["replay"])
+    moved = f" with {error.updates} of the batch's updates" * bool(error.updates)
     logger.error(
-        f"batch {step} and weights version {step - 1} are kept in {kept.root}; compute the step again with: "
+        f"batch {step} and weights version {step - 1}{moved} are kept in {kept.root}; compute the step again with: "
         f"prime-hpc replay {shlex.quote(str(kept.root))}"
     )
 

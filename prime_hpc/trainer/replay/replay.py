@@ -31,7 +31,7 @@ from prime_hpc.trainer.data.build import RealData, build_data, without_padding
 from prime_hpc.trainer.data.reference import References
 from prime_hpc.trainer.main import seed_everything, start_process_group
 from prime_hpc.trainer.objectives import loss_of
-from prime_hpc.trainer.replay.dump_failed_step import ENTROPY_BONUS
+from prime_hpc.trainer.replay.dump_failed_step import UPDATES
 from prime_hpc.trainer.sft import end_with
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer, build_trainer
@@ -127,13 +127,14 @@ def kept_step(kept: RunPaths, scratch: Path) -> bool:
     with opened(load_run(kept.root), scratch) as trainer:
         if (adapters := trainer.train_step.policy.adapters) is not None:
             adapters.load(0, read_adapter(kept.weights_step(step - 1)))
-        bonus, state = trainer.train_step.entropy, read_state(kept.rollouts_step(step))
-        if bonus is not None and ENTROPY_BONUS in state:
-            bonus.state.copy_(torch.tensor(state[ENTROPY_BONUS], dtype=torch.float64))
+        state = read_state(kept.rollouts_step(step))
+        for name, tensor in trainer.train_step.state.items():
+            if name in state:
+                tensor.copy_(torch.tensor(state[name], dtype=tensor.dtype))
         batch = read_local_batch(kept.rollouts_step(step), *trainer.part)
         lines = sequence_lines(trainer, batch)
         try:
-            metrics = trainer.train_step.run(step, batch, loss_of(trainer.experiment))
+            metrics = trainer.train_step.run(step, batch, loss_of(trainer.experiment), done=state.get(UPDATES, 0))
             outcome = f"step {step} passes: " + " ".join(f"{k} {v:.4g}" for k, v in metrics.items())
             passes = True
         except StepRefused as error:

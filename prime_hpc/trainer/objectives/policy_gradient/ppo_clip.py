@@ -10,8 +10,9 @@ with A < 0 lose at most -c A (arXiv 1912.09729): l_t = min(-c A_t, ...) there, w
 
 Normalised over tokens, as DAPO and most PPO codes do; `grpo` and `dr_grpo` (`grpo.py`) differ in nothing else.
 
-Edge cases: with one update a batch, r is the distance to the engine's policy (staleness and numerics), not to the
-start of an inner epoch. Ratios saturate at e^+-20 with gradient 0. A = 0: no gradient, and no clip counted.
+Edge cases: r is the distance to the engine's policy (staleness and numerics, and what earlier updates by the batch
+moved), not to the start of an inner epoch. Ratios saturate at e^+-20 with gradient 0. A = 0: no gradient, and no clip
+counted.
 """
 
 import torch
