@@ -118,7 +118,9 @@ class SlurmError(RuntimeError):
             return "the controller may be overloaded or down; try again later (`scontrol ping` asks it)"
         if self._killed_by:
             return _CONTROLLER
-        return next((advice for pattern, advice in _UNREACHABLE if re.search(pattern, self.stderr, re.I)), "")
+        return next(
+            (advice for pattern, advice in (*_UNREACHABLE, _HIDDEN) if re.search(pattern, self.stderr, re.I)), ""
+        )
 
 
 _FULL = "temporarily unable to accept job|job queue full"
@@ -144,6 +146,11 @@ _UNREACHABLE = (
         r"could not establish a configuration source|unable to process configuration|slurm\.conf",
         "no slurm.conf is in force here; set SLURM_CONF, or use a login node of the cluster",
     ),
+)
+_HIDDEN = (
+    "slurm_load_(partition|node).*access/permission denied",
+    "the site shows partitions and nodes to its staff alone (PrivateData of `scontrol show config`); a site profile is "
+    "written by hand there, from slurm/sites/example.yaml",
 )
 
 

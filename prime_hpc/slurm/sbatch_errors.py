@@ -88,7 +88,7 @@ _UNSPECIFIED = "Unspecified error"
 
 def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     """Return a failed sbatch as an error about the config. `layout`: `het` or `packed`."""
-    if error.is_unreachable:
+    if error.is_unreachable or error.is_full:
         return SlurmRefused(Problem(str(error), "launch"))
     words = error_lines(error.stderr)
     low = words.lower()
