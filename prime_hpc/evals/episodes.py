@@ -184,7 +184,7 @@ class EpisodeLog:
             if record is not None and replaces(record, self.records.get(record.key)):
                 self._index(record, start)
         size = self.path.stat().st_size if self.path.exists() else 0
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         if size > whole:
             logger.warning(f"{self.path} ends in the middle of a line (an earlier attempt was killed): cut off")
             os.ftruncate(self._descriptor, whole)

@@ -102,9 +102,10 @@ def _to_start_now(experiment: Experiment, findings: list[Finding]) -> list[Findi
 def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
     """Say how a run on this machine goes on, which nobody starts again; empty where it is complete.
     `again`: the command that goes on from the newest checkpoint."""
-    row = next(iter(read_rows(run_dir / ATTEMPTS_JSONL)[-1:]), None)
-    if row is None or row.get("outcome") == "completed":
+    rows = read_rows(run_dir / ATTEMPTS_JSONL)
+    if not rows or rows[-1].get("outcome") == "completed":
         return ""
+    row = rows[-1]
     has_no_end = row.get("outcome") is None
     if has_no_end and row.get("pid") != os.getpid():  # another one's, which runs
         return ""
@@ -113,6 +114,8 @@ def how_to_go_on(experiment: Experiment, run_dir: Path, again: str) -> str:
     if has_no_end:  # the disk was full: nor does the row say what was saved
         return f"go on from the newest checkpoint: {again}"
     if row.get("saved_step") is None:
+        if any(earlier.get("saved_step") for earlier in rows):  # this one ended before it had looked for them
+            return f"go on from the newest checkpoint: {again}"
         off = "" if experiment.ckpt is not None else ", for checkpoints are off: `--ckpt` switches them on"
         return f"nothing was saved{off}. To start over: the same command with --clean"
     return f"go on from step {row['saved_step']}: {again}"

@@ -94,7 +94,7 @@ class _PatientSink:
 def _file_sink(path: Path) -> _PatientSink:
     """Append to a file, unbuffered. On a full disk the terminal has the lines, and the run's own error says why."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     write = lambda message: os.write(descriptor, message.encode(errors="replace"))  # noqa: E731
     return _PatientSink(write, lambda: os.close(descriptor))
 
@@ -193,7 +193,7 @@ def separate_native_stderr(path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        own = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        own = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
         logger.warning(f"{path} cannot be written ({error.strerror}): libraries' messages stay in the role's log")
         return

@@ -90,6 +90,11 @@ class SlurmError(RuntimeError):
         return self.code is not None and _BUSY.search(self.stderr) is not None
 
     @property
+    def is_full(self) -> bool:
+        """True if sbatch was refused for a queue that is full; it tries again by itself until it is ended."""
+        return is_queue_full(self.stderr)
+
+    @property
     def _killed_by(self) -> int:
         """The signal that ended the command; 0: none did. A site's wrapper in shell says 128 and the signal."""
         code = self.code or 0
@@ -107,19 +112,22 @@ class SlurmError(RuntimeError):
             return "load the site's Slurm module, or start the run on this machine with --launch local"
         if self.code is None and _NOT_STARTED in self.stderr:
             return _NO_RESOURCES
-        if self.code is None and _FULL in self.stderr:
+        if self.is_full:
             return _FULL_ADVICE
         if self.code is None:
             return "the controller may be overloaded or down; try again later (`scontrol ping` asks it)"
         if self._killed_by:
             return _CONTROLLER
-        return next((advice for pattern, advice in _UNREACHABLE if re.search(pattern, self.stderr, re.I)), "")
+        return next(
+            (advice for pattern, advice in (*_UNREACHABLE, _HIDDEN) if re.search(pattern, self.stderr, re.I)), ""
+        )
 
 
-_FULL = "temporarily unable to accept job"
+_FULL = "temporarily unable to accept job|job queue full"
 _FULL_ADVICE = (
     "so Slurm says where the whole cluster has as many jobs as it keeps (MaxJobCount of `scontrol show config`; each "
-    "point of a sweep is one): try again when some have ended, with fewer at once"
+    "point of a sweep is one): try again when some have ended; `prime-hpc sweep submit SWEEP --feed` sends a sweep's "
+    "points as there is room"
 )
 _NOT_STARTED = "could not be started here"
 _NO_RESOURCES = "this machine has no memory or no processes left for you; end some, or try again later"
@@ -139,11 +147,21 @@ _UNREACHABLE = (
         "no slurm.conf is in force here; set SLURM_CONF, or use a login node of the cluster",
     ),
 )
+_HIDDEN = (
+    "slurm_load_(partition|node).*access/permission denied",
+    "the site shows partitions and nodes to its staff alone (PrivateData of `scontrol show config`); a site profile is "
+    "written by hand there, from slurm/sites/example.yaml",
+)
 
 
 _BUSY = re.compile(
     r"socket timed out|timed out on send/recv|zero bytes were transmitted|rate limit exceeded|try again", re.I
 )
+
+
+def is_queue_full(words: str) -> bool:
+    """Return whether sbatch says that the whole cluster has as many jobs as it keeps."""
+    return re.search(_FULL, words, re.I) is not None
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:

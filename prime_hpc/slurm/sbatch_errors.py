@@ -88,7 +88,7 @@ _UNSPECIFIED = "Unspecified error"
 
 def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     """Return a failed sbatch as an error about the config. `layout`: `het` or `packed`."""
-    if error.is_unreachable:
+    if error.is_unreachable or error.is_full:
         return SlurmRefused(Problem(str(error), "launch"))
     words = error_lines(error.stderr)
     low = words.lower()
@@ -135,12 +135,16 @@ def job_without_answer(token: str, error: SlurmError, layout: str) -> JobInfo:
     if error.is_missing or not error.is_unreachable:
         raise NothingQueued(refusal(error, layout).problems) from error
     try:
-        found = find_by_token(token)
+        # it was refused all the time, but for its last try, which may be on its way
+        found = _wait_for_jobs(token, QUEUE_ANSWER_S if error.is_full else 0.0)
+        is_known = error.is_full
     except SlurmError:
-        found = []
+        found, is_known = [], False
     if found:
         note(f"sbatch's answer was lost ({error.stderr}), but the job is there")
         return found[0]
+    if is_known:
+        raise NothingQueued(refusal(error, layout).problems) from error
     raise SlurmRefused(
         Problem(
             f"{error}. Whether the job was queued is not known: give the same command again, it looks for the job "
@@ -148,6 +152,18 @@ def job_without_answer(token: str, error: SlurmError, layout: str) -> JobInfo:
             "launch",
         )
     ) from error
+
+
+def _wait_for_jobs(token: str, most_s: float, words: str = "") -> list[JobInfo]:
+    """Return a submission's jobs as soon as the controller knows them, none after `most_s`.
+    `words`: what the user is told meanwhile. Raises SlurmError."""
+    began, found = time.monotonic(), find_by_token(token)
+    while not found and (wait_s := began + most_s - time.monotonic()) > 0:
+        if words:
+            note(f"{words} for {wait_s:.0f} s more")
+        time.sleep(min(_POLL_S, wait_s))
+        found = find_by_token(token)
+    return found
 
 
 def jobs_of_cut_off_submit(token: str, sent: float, directory: Path, key: str) -> list[JobInfo]:
@@ -163,13 +179,9 @@ def jobs_of_cut_off_submit(token: str, sent: float, directory: Path, key: str) -
     Raises:
         SlurmRefused: Slurm cannot be asked.
     """
-    began, left_s = time.monotonic(), min(QUEUE_ANSWER_S, sent + QUEUE_ANSWER_S - time.time())  # its clock may be ahead
+    left_s = min(QUEUE_ANSWER_S, sent + QUEUE_ANSWER_S - time.time())  # its clock may be ahead
     try:
-        found = find_by_token(token)
-        while not found and (wait_s := began + left_s - time.monotonic()) > 0:
-            note(f"an earlier submit was cut off; looking for its job for {wait_s:.0f} s more")
-            time.sleep(min(_POLL_S, wait_s))
-            found = find_by_token(token)
+        found = _wait_for_jobs(token, left_s, "an earlier submit was cut off; looking for its job")
     except SlurmError as error:
         raise SlurmRefused(
             Problem(

@@ -182,7 +182,7 @@ def _text_of(lock: Path) -> str:
 
 def _take(lock: Path, text: str) -> bool:
     try:
-        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return False
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -141,7 +141,7 @@ class Output:
                 if self._descriptor != 1:
                     raise
                 self._fallback.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._fallback, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                self._descriptor = os.open(self._fallback, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 os.write(self._descriptor, data)
 
     def forward(self, source: int) -> threading.Thread:

@@ -9,9 +9,11 @@ from typing import get_type_hints
 
 import pytest
 
+from prime_hpc.observe import logs
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.attempts import Attempt
 from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.supervisor.attempt import bad_nodes
 
 
 def test_readers_see_one_content_or_the_other(tmp_path: Path) -> None:
@@ -66,6 +68,17 @@ def test_the_umask_holds(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_written_on_can_be_by_a_colleague_where_the_umask_says_so(tmp_path: Path) -> None:
+    """In a project's folder: `resume` of a run that another of the group began."""
+    before = os.umask(0o002)
+    try:
+        logs._file_sink(tmp_path / "supervisor.log").stop()
+        bad_nodes._append(tmp_path / "bad_nodes.jsonl", [{"id": "1"}])
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o664}
 
 
 def test_a_row_of_attempts_has_the_fields_of_its_writer() -> None:

@@ -384,6 +384,13 @@ def test_an_attempt_whose_end_could_not_be_written_says_how_it_goes_on(
     assert local.how_to_go_on(one.experiment, tmp_path, "X") == "", "it is another command's, which runs"
 
 
+def test_an_attempt_that_ended_before_it_began_names_no_clean(tmp_path: Path, model: Path) -> None:
+    rows = [{"attempt": 1, "outcome": "completed", "saved_step": 20}, {"attempt": 2, "outcome": "failed"}]
+    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = loaded(tmp_path, model, ckpt={})
+    assert local.how_to_go_on(one.experiment, tmp_path, "X") == "go on from the newest checkpoint: X"
+
+
 def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
     def planned(**values: Any) -> str:
         one = loaded(tmp_path, model, **values).experiment

@@ -313,6 +313,8 @@ def test_a_job_that_is_gone_when_scancel_is_sent_again_was_ended(
         ("error: If munged is up, restart with --num-threads=10\nMunge encode failed", True, "munge does not answer"),
         ("fatal: Could not establish a configuration source", True, "SLURM_CONF"),
         ("/opt/site/bin/squeue: fork: retry: Resource temporarily unavailable", True, "no processes left"),
+        ("slurm_load_partitions error: Access/permission denied", False, "written by hand"),
+        ("scancel: error: Kill job error on job id 7: Access/permission denied", False, "denied"),
         ("Invalid partition name specified", False, ""),
     ],
 )

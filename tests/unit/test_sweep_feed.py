@@ -17,10 +17,14 @@ from prime_hpc.launch.sweep.report import Report
 from prime_hpc.launch.sweep.resolve import load_base
 from prime_hpc.launch.sweep.state import read_sweep
 from prime_hpc.launch.sweep.submit import submit_sweep
+from prime_hpc.slurm import sbatch_errors
+from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.queue_facts.submit_limits import is_over_limit, num_free, queued_parts, submit_limits
-from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.slurm.sbatch_errors import NothingQueued, SlurmRefused, job_without_answer
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.sweeps import make_experiment, write_sweep
+
+FULL = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
 
 
 @pytest.fixture
@@ -271,6 +275,31 @@ def test_the_verb(slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[
     assert len(slurm.jobs()) == 1
     warnings = submit_sweep(load_base(write_sweep(folder, "seeds: 9\n"), [], {}), dry_run=True).warnings
     assert any(text.startswith("6 points, and a user may have 3 jobs in the queue at once") for text in warnings)
+
+
+def test_a_cluster_with_as_many_jobs_as_it_keeps_is_waited_for(slurm: FakeSlurm, folder: Path) -> None:
+    slurm.behave("sbatch", code=1, stderr=FULL)
+    pause = Pause(slurm, folder, lambda: None, lambda: slurm.behave("sbatch"))
+    report = fed(write_sweep(folder, "lanes: 2\nseeds: 2\noverrides: {slurm.layout: het}\n"), pause)
+    assert sorted(sent(folder)) == [0, 1] and report.code == 0, "though none of this user's jobs was in the queue"
+    assert len(slurm.calls("sbatch")) == 4, "once a round: what Slurm has no room for now, it has none for the next"
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_sbatch_that_was_ended_before_a_full_queue_had_room(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 0.0)
+    error = SlurmError(["sbatch"], None, f"timed out: no answer within 60 s ({FULL})")
+    if is_there:
+        job = slurm.add(comment="prime-hpc:t")
+        assert job_without_answer("t", error, "packed").job_id == job, "its last try got through"
+        return
+    with pytest.raises(NothingQueued, match="MaxJobCount.*sweep submit SWEEP --feed"):
+        job_without_answer("t", error, "packed")
+    slurm.behave("squeue", code=1, stderr="squeue: error: Unable to contact slurm controller")
+    with pytest.raises(SlurmRefused, match="Whether the job was queued is not known"):
+        job_without_answer("t", error, "packed")
 
 
 def test_what_counts_as_a_limit() -> None:

@@ -291,7 +291,7 @@ def _become_worker(
     for end in sockets_of_host:
         end.close()
     if order["log"]:
-        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -13,7 +13,7 @@ from prime_hpc.launch.sweep.queue import NOT_TRIED
 from prime_hpc.launch.sweep.report import BAD_POINTS, OK, SLURM_REFUSED, Report
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
-from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.client import SlurmError, is_queue_full
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.slurm.queue_facts.submit_limits import SubmitLimit, is_over_limit, num_free, queued_parts, submit_limits
 from prime_hpc.slurm.script import restart_mode
@@ -141,7 +141,8 @@ class Feed:
         sent = _points(part for part in report.parts if not part["error"])
         most = max((len(part["points"]) for part in too_many), default=0)
         again: list[dict[str, Any]] = []
-        if too_many and (self._in_queue or sent or most > 1):
+        of_others = any(is_queue_full(part["error"]) for part in too_many)  # whose jobs are not counted here
+        if too_many and (self._in_queue or sent or most > 1 or of_others):
             self._most, self._read = max(1, most // 2), float("-inf")
             again = [part for part in bad if part in too_many or part["error"].startswith(NOT_TRIED)]
         elif self._most is not None:

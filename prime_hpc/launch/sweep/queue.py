@@ -21,7 +21,7 @@ from prime_hpc.launch.job import local_job
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, open_point_record, write_text
-from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.client import SlurmError, is_queue_full
 from prime_hpc.slurm.executors import RunExecutor
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.options import SlurmRole
@@ -206,7 +206,7 @@ def send_parts(sweep: Sweep, parts: Sequence[Part], site: SiteConfig) -> list[di
     told: list[dict[str, Any]] = []
     refusals: list[str] = []
     for part in parts:
-        if len(refusals) >= _SAME_REFUSALS:
+        if len(refusals) >= _SAME_REFUSALS or any(map(is_queue_full, refusals)):
             sent.append(None)
             told.append(part.as_dict() | {"job_id": None, "error": f"{NOT_TRIED}: the ones before it were all refused"})
             continue

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm, squeue_rows
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, is_queue_full, run_slurm, squeue_rows
 from prime_hpc.slurm.jobs import ENDED
 
 MAX_ARRAY = 1000
@@ -122,7 +122,7 @@ def is_over_limit(words: str) -> bool:
     named = re.findall(_BY_NAME, words, re.IGNORECASE)
     if named:
         return any("submitjob" in name.lower() for name in named)
-    return re.search(_IN_GENERAL, words, re.IGNORECASE) is not None
+    return is_queue_full(words) or re.search(_IN_GENERAL, words, re.IGNORECASE) is not None
 
 
 def max_array_size(site: SiteConfig) -> int:

@@ -138,7 +138,7 @@ def compact(path: Path, now: float | None = None) -> int:
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     """All rows in one write of a file opened for appending, after a line break where the last line is torn."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
