@@ -171,8 +171,8 @@ esac
 )
 def test_setup_takes_the_python_that_can_make_an_environment(tmp_path: Path, there: dict, said: str) -> None:
     folder = tmp_path / "bin"
-    for name in (folder, tmp_path / "tools"):
-        name.mkdir()
+    for made in (folder, tmp_path / "tools"):
+        made.mkdir()
     for name in ("tools/setup", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
     for name in ("cat", "cut", "dirname", "flock", "id", "rm", "sed", "sha256sum"):
