@@ -1,6 +1,7 @@
 """What is looked up once instead of for every episode gives the same."""
 
 import asyncio
+import sys
 import warnings
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from verifiers.v1.types import AssistantMessage, Request, Tool, ToolCall, TurnTo
 from verifiers.v1.utils import decorators
 
 from prime_hpc.envs.lazy_runtime import LazyRuntime
+from prime_hpc.envs.legacy.messages import accepted, tool_declaration
 from prime_hpc.envs.patches import lookups
 from prime_hpc.envs.patches.lookups import patch_verifiers
 from prime_hpc.envs.rendering import MAX_TEXTS, SHORT_CHARS, cache_short_texts
@@ -62,6 +64,18 @@ def test_hooks_get_the_arguments_that_they_name() -> None:
         assert asyncio.run(decorators.invoke(obj.low, {"trace": trace, "more": 1})) == 0.5
         assert asyncio.run(decorators.invoke(obj.high, {"trace": trace})) == 2.0
     assert decorators.invoke(lambda more: more, {"trace": trace, "more": 1}) == 1
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="such a module cannot be imported before Python 3.14")
+def test_annotations_may_name_what_is_imported_for_type_checkers_alone() -> None:
+    own: dict[str, Any] = {}
+    exec("def reward(trace: Absent, answer: int, *, extra: Absent = 0) -> Absent:\n    return answer", own)
+    offered = {"trace": None, "answer": 2, "other": 3}
+    assert accepted(own["reward"], offered) == {"trace": None, "answer": 2}
+    patch_verifiers()
+    assert decorators.invoke(own["reward"], offered) == 2
+    shown = tool_declaration(own["reward"], without=["trace", "extra"])["function"]["parameters"]
+    assert shown["properties"] == {"answer": {"title": "Answer", "type": "integer"}}
 
 
 def test_message_nodes_share_no_list() -> None:

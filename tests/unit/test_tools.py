@@ -147,7 +147,44 @@ def test_a_second_setup_waits_for_the_first(tmp_path: Path) -> None:
     assert second.stdout is not None
     assert b"another tools/setup is at work" in second.stdout.readline()
     os.close(held)
-    assert b"no Python 3.11 to 3.13" in second.communicate(timeout=60)[0]
+    assert b"no Python 3.11 to 3.14 found (python3: none)" in second.communicate(timeout=60)[0]
+
+
+PYTHON = """#!/bin/sh
+case $1 in
+    --version) echo Python {0}.{1}.9 ;;
+    -c) exec {program} -c "import sys, sysconfig; sys.version_info = ({0}, {1}, 9); sys.modules.update({hidden}); $2" ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    "there, said",
+    [
+        ({"python3": (3, 14), "python3.12": (3, 12)}, "with Python 3.12.9 ({bin}/python3.12)"),
+        ({"python3": (3, 14), "python3.12": (3, 12, "no venv")}, "with Python 3.14.9 ({bin}/python3)"),
+        ({"python3": (3, 14, "no venv")}, "with Python 3.14.9 ({bin}/python3)"),  # root has apt bring what it lacks
+        ({"python3": (3, 14), "python3.12": (3, 12, "no venv"), "python3.11": (3, 10)}, "({bin}/python3)"),
+        ({"python3": (3, 15)}, "no Python 3.11 to 3.14 found (python3: Python 3.15.9)"),
+    ],
+)
+def test_setup_takes_the_python_that_can_make_an_environment(tmp_path: Path, there: dict, said: str) -> None:
+    folder = tmp_path / "bin"
+    for made in (folder, tmp_path / "tools"):
+        made.mkdir()
+    for name in ("tools/setup", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("cat", "cut", "dirname", "flock", "id", "rm", "sed", "sha256sum"):
+        (folder / name).symlink_to(shutil.which(name) or "")
+    for name, (major, minor, *lacks) in there.items():
+        hidden = "{'ensurepip': None}" if lacks else "{}"
+        (folder / name).write_text(PYTHON.format(major, minor, program=sys.executable, hidden=hidden))
+        (folder / name).chmod(0o755)
+    environ = {"PATH": str(folder), "HOME": str(tmp_path), "PRIME_HPC_VENV": "env"}
+    command = ["/bin/bash", "tools/setup", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and said.format(bin=folder) in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("flag", ["--seed", "--out", "--task", "--backend"])

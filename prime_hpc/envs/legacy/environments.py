@@ -4,7 +4,6 @@ They only hold and answer; `prime_hpc.envs.legacy.taskset` asks the model and sc
 `get_model_response` is refused: these would ask it by themselves, past the tokens that training needs.
 """
 
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +25,7 @@ from prime_hpc.envs.legacy.messages import (
 )
 from prime_hpc.envs.legacy.parsers import Parser
 from prime_hpc.envs.legacy.rubrics import Rubric, RubricGroup
+from prime_hpc.envs.rows.reward_calls import signature_of
 
 OWN_LOOPS = ("rollout", "get_model_response", "generate", "run_rollout", "run_group")
 """Methods that ask the model; overridden, they would do it without us."""
@@ -250,7 +250,7 @@ class MultiTurnEnv(Environment):
 
     async def is_over(self, state: State) -> bool:
         """`is_completed` of any release: the first ones take the messages too."""
-        if "messages" not in inspect.signature(self.is_completed).parameters:
+        if "messages" not in signature_of(self.is_completed).parameters:
             return bool(await maybe_await(self.is_completed, state))
         if not state["trajectory"]:
             return False

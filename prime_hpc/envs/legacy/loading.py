@@ -6,7 +6,6 @@ their episodes are on event loops of their own, and a lock or a client that a pa
 
 import difflib
 import importlib
-import inspect
 import json
 import threading
 from collections import Counter
@@ -21,6 +20,7 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.environments import EnvGroup, Environment, MultiTurnEnv
 from prime_hpc.envs.legacy.messages import marked, maybe_await
 from prime_hpc.envs.legacy.rubrics import parts_of
+from prime_hpc.envs.rows.reward_calls import signature_of
 
 _LOCK = threading.RLock()
 _MADE: dict[str, Environment] = {}
@@ -134,7 +134,7 @@ def _make(module: ModuleType, name: str, arguments: dict[str, Any]) -> Environme
 
 
 def _check_arguments(module: ModuleType, name: str, arguments: dict[str, Any]) -> None:
-    parameters = inspect.signature(module.load_environment).parameters
+    parameters = signature_of(module.load_environment).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for argument in arguments:

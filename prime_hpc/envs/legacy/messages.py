@@ -9,6 +9,8 @@ from pydantic import TypeAdapter
 from verifiers.v1.types import AssistantMessage as Reply
 from verifiers.v1.types import Tool, ToolCall
 
+from prime_hpc.envs.rows.reward_calls import signature_of
+
 
 class ChatMessage(dict[str, Any]):
     """One chat message. Releases of the interface differ: `message["content"]` and `message.content` both work."""
@@ -96,7 +98,7 @@ def marked(thing: Any, mark: str) -> list[Any]:
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
     """Of the offered arguments those that the function names, or all where it takes any."""
-    parameters = inspect.signature(function).parameters
+    parameters = signature_of(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return offered
     return {name: value for name, value in offered.items() if name in parameters}
@@ -156,7 +158,7 @@ def tool_declaration(function: Callable[..., Any], without: Sequence[str] = ()) 
 
 def _shown(function: Callable[..., Any], without: Sequence[str]) -> Callable[..., Any]:
     """Return a stand-in with the parameters that are left; their annotations are evaluated where the function is."""
-    signature = inspect.signature(function)
+    signature = signature_of(function)
     kept = [parameter for name, parameter in signature.parameters.items() if name not in without]
     inner: Any = inspect.unwrap(getattr(function, "__func__", function))
     hints = {p.name: p.annotation for p in kept if p.annotation is not p.empty}

@@ -23,6 +23,7 @@ from prime_hpc.envs.legacy.failures import EmptyModelResponseError, InvalidModel
 from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, marked, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 from prime_hpc.envs.loop_thread import LoopThread
+from prime_hpc.envs.rows.reward_calls import signature_of
 
 OFFERED = ("prompt", "completion", "answer", "task", "info")
 """Arguments of every function that the rollout's state holds."""
@@ -80,7 +81,7 @@ class Rubric:
         """Raise EnvError for what would score otherwise than it means to: its own scoring, functions of groups."""
         self._check_class()
         for _, func, _ in self.weighted():
-            plural = OF_GROUPS & set(inspect.signature(func).parameters)
+            plural = OF_GROUPS & set(signature_of(func).parameters)
             if plural:
                 raise EnvError(
                     f"reward function {name_of(func)!r} compares all rollouts of a group (it takes "
@@ -92,9 +93,9 @@ class Rubric:
         `columns`: of all the environment's rows; a function may take any."""
         for rubric, func, weight in self.weighted():
             known = {*OFFERED, "state", "example_id", *columns, *rubric.class_objects}
-            missing = _missing(inspect.signature(func), known)
+            missing = _missing(signature_of(func), known)
             # A decorator may give what the function that it wraps takes: then its own signature has all it needs.
-            if weight and missing and _missing(inspect.signature(func, follow_wrapped=False), known):
+            if weight and missing and _missing(signature_of(func, follow_wrapped=False), known):
                 raise EnvError(
                     f"reward function {name_of(func)!r} takes {', '.join(missing)}, which no rollout has, so that it "
                     f"could never score; there are: {', '.join(sorted(known))}, and what `add_class_object` adds"
@@ -183,7 +184,7 @@ async def clean_up(rubric: Rubric, state: State) -> None:
     for part in parts_of(rubric):
         for handler in marked(part, "cleanup"):
             named = accepted(handler, part._offered(state))
-            unnamed = (state,) if inspect.signature(handler).parameters and not named else ()
+            unnamed = (state,) if signature_of(handler).parameters and not named else ()
             await maybe_await(handler, *unnamed, **named)
 
 

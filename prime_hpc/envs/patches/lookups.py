@@ -21,6 +21,8 @@ from verifiers.v1.trace import Trace
 from verifiers.v1.types import Request, TurnTokens
 from verifiers.v1.utils import decorators
 
+from prime_hpc.envs.rows.reward_calls import signature_of
+
 _discover = decorators.discover_decorated
 _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 _decorated: WeakKeyDictionary[type, dict[str, list[str] | None]] = WeakKeyDictionary()
@@ -356,10 +358,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """`inspect.signature`, remembered for functions and for methods (of whatever object)."""
     plain = getattr(function, "__func__", None)
     if plain is None or not inspect.isfunction(plain) or hasattr(plain, "__wrapped__"):
-        return inspect.signature(function)
+        return signature_of(function)
     found = _signatures.get(plain)
     if found is None:
-        found = _signatures[plain] = inspect.signature(function)
+        found = _signatures[plain] = signature_of(function)
     return found
 
 

@@ -33,7 +33,7 @@ from typing import Any
 from prime_hpc.envs.benchmarks.rows import last_box
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import same_answer
-from prime_hpc.envs.rows.reward_calls import TEXT, is_plural, wrong_call
+from prime_hpc.envs.rows.reward_calls import TEXT, is_plural, signature_of, wrong_call
 from prime_hpc.envs.tasksets.integers import last_number
 from prime_hpc.envs.tasksets.math_questions import answer_in
 
@@ -110,11 +110,11 @@ class RewardFunction:
     @cached_property
     def is_plural(self) -> bool:
         """True if it takes lists, as TRL and OpenRLHF have it."""
-        return is_plural(inspect.signature(self.function))
+        return is_plural(signature_of(self.function))
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise EnvError where it needs what no reply has, or does not say what it needs."""
-        if wrong := wrong_call(self.name, inspect.signature(self.function), columns):
+        if wrong := wrong_call(self.name, signature_of(self.function), columns):
             raise EnvError(f"rows: {wrong}")
 
     async def value(self, reply: Reply) -> tuple[float, dict[str, float]]:
@@ -174,7 +174,7 @@ def _single(value: Any) -> Any:
 
 def _accepted(function: Function, offered: dict[str, Any], missing: Any = None) -> dict[str, Any]:
     """Of what is offered what the function takes; a column that other rows have is `missing`, as `datasets` has it."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(function).parameters.values()
     needed = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]

@@ -34,7 +34,7 @@ OLDEST_SLURM = (20, 11)
 """The first with `srun --overlap`."""
 NEWEST_SLURM = (26, 5)
 """The newest whose answers are recorded in `tests/data/slurm`."""
-SUPPORTED_PYTHON = ((3, 11), (3, 13))
+SUPPORTED_PYTHON = ((3, 11), (3, 14))
 MIN_SHM, GOOD_SHM = 64 * 2**20, 2 * GIB
 GOOD_OPEN_FILES = 4096
 MODEL_CACHE_GIB, TMP_GIB = 10.0, 2.0
