@@ -67,8 +67,9 @@ PRELOAD = [
     "yaml",
 ]
 """What the processes of a run spend their first seconds on."""
-NEVER_FORKED = "prime_hpc.inference"
-"""vLLM and its engines are started as ever."""
+SERVER = "prime_hpc.inference.main"
+"""Imports vLLM by itself, after it has set the environment for it: never forked from a process that has vLLM, nor is
+anything that vLLM starts."""
 NETWORK = "PRIME_HPC_TEST_NETWORK"
 """Names the network namespace that a fork enters, which takes root (`tests.support.two_machines`)."""
 _CLONE_NEWNET = 0x40000000
@@ -83,7 +84,7 @@ def module_of(args: Sequence[Any]) -> list[str] | None:
     rest = words[1:]
     while rest and rest[0] in _FLAGS:
         rest = rest[1:]
-    if len(rest) < 2 or rest[0] != "-m" or rest[1].startswith(NEVER_FORKED):
+    if len(rest) < 2 or rest[0] != "-m" or ("vllm" in sys.modules and rest[1].startswith((SERVER, "vllm."))):
         return None
     return rest[1:]
 
@@ -181,6 +182,8 @@ def _become(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_to)
         module, sys.argv = command[0], ["-m", *command[1:]]
         inject.begin(module)
+        if module == SERVER:
+            _heed_the_compilers_switch()
         sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
@@ -192,6 +195,22 @@ def _become(
         traceback.print_exc()
     finally:
         leave(code)
+
+
+def _heed_the_compilers_switch() -> None:
+    """Of the variables that a server of vLLM sets before it imports torch, one is read as torch is imported."""
+    import torch._dynamo.config
+
+    from prime_hpc.inference.vllm import args, backend
+
+    build = backend.build_env
+
+    def build_env(*given: Any, **more: Any) -> dict[str, str]:
+        env = build(*given, **more)
+        torch._dynamo.config.disable = env.get(args.NO_COMPILER) == "1"
+        return env
+
+    vars(backend)["build_env"] = build_env
 
 
 def begin_anew() -> None:

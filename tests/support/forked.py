@@ -29,6 +29,11 @@ _running: list[tuple["subprocess.Popen[bytes]", Path]] = []
 """This process's server, and its socket."""
 
 
+def roles_path(workers: Path) -> Path:
+    """Beside the socket of pytest's workers, that of the process whose forks start what tests start."""
+    return workers.with_name("r")
+
+
 def start_server() -> Path:
     """The socket of this process's server, which listens.
 
@@ -40,8 +45,8 @@ def start_server() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fork-", dir="/tmp"))  # socket paths must stay short
     path = folder / "s"
     log = (folder / "log").open("wb")
-    ready = os.environ.get(WORKER_SERVER)  # has imported everything: a fork of it begins at once
-    start = [str(ROOT / "tests/support/worker_start.py"), ready] if ready else []
+    ready = os.environ.get(WORKER_SERVER)  # it has a fork that has imported everything: one of that begins at once
+    start = [str(ROOT / "tests/support/worker_start.py"), str(roles_path(Path(ready)))] if ready else []
     process = subprocess.Popen(
         [sys.executable, *start, "-m", "tests.support.fork_server", str(path)],
         cwd=ROOT,

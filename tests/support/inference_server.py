@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.manifest import MANIFEST
+from tests.support.forked import ForkedProcess
 from tests.support.runs import free_port
 from tests.support.tiny_tokenizer import make_tokenizer
 
@@ -115,15 +114,10 @@ class ServerProcess:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # socket paths must stay short
-        command = [sys.executable, "-m", "prime_hpc.inference.main", str(run_dir), "--port", str(self.port)]
+        command = ["prime_hpc.inference.main", str(run_dir), "--port", str(self.port)]
+        env = {**os.environ, "TMPDIR": str(self.temporary), **({} if bus is None else {BUS: bus})}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "TMPDIR": str(self.temporary), **({} if bus is None else {BUS: bus})},
-            )
+            self.process = ForkedProcess(command, env=env, stdout=log, stderr=log, new_session=True)
 
     def wait_ready(self) -> "ServerProcess":
         """Return when requests are answered; fails with the log's tail when the process ends or takes too long."""

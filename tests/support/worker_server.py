@@ -25,8 +25,13 @@ import pytest
 from prime_hpc.runtime.process_tree import family, send
 from tests.faults.fork import PRELOAD, begin_anew, leave, replace_descriptors
 from tests.support.fork_server import receive
+from tests.support.forked import roles_path
 
 TICK_S = 0.05
+IMPORT_VLLM = tuple(
+    f"tests/unit/test_{name}.py" for name in ("network_senders", "network_updates", "policy_worker", "reloads")
+)
+"""Files whose import brings vLLM. Where one is missing here, servers of it are interpreters of their own: slower."""
 
 
 def _become(request: dict, fds: list[int]) -> None:
@@ -114,14 +119,38 @@ def serve(path: Path) -> None:
 
 
 def main() -> None:
-    """Collect, which imports all, then serve."""
+    """Collect, which imports all, then serve.
+
+    The servers of the tests' own processes (`fork_server`) are forks too, of a process that has no vLLM yet: a server
+    of it imports it by itself, after it has set the environment for it.
+    """
     path, *paths = sys.argv[1:]
-    pytest.main(["--collect-only", "-qq", "-n0", "-p", "no:cacheprovider", *paths])
-    for name in PRELOAD:  # for the servers of the tests' own processes (`fork_server`), which are forks too
+    last = [name for name in IMPORT_VLLM if any(Path(name).is_relative_to(word.split("::")[0]) for word in paths)]
+    _collect(*[f"--ignore={name}" for name in last], *paths)
+    for name in PRELOAD:
         importlib.import_module(name)
+    _freeze()
+    if os.fork() == 0:
+        code = 1
+        try:
+            begin_anew()
+            serve(roles_path(Path(path)))
+            code = 0
+        finally:
+            leave(code)
+    if last:
+        _collect(*last)
+        _freeze()
+    serve(Path(path))
+
+
+def _collect(*words: str) -> None:
+    pytest.main(["--collect-only", "-qq", "-n0", "-p", "no:cacheprovider", *words])
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()  # or every collection in every fork would copy the pages of what is shared
-    serve(Path(path))
 
 
 if __name__ == "__main__":

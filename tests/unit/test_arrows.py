@@ -8,7 +8,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -56,15 +56,9 @@ class Source:
     """Modules of the package, wherever in the file the import stands."""
     at_run_time: frozenset[str]
     """Those that are not for type hints alone."""
-
-
-def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
-    """Dotted names that a file imports (`from prime_hpc import launch` counts as prime_hpc.launch)."""
-    tree = ast.parse(path.read_text())
-    nodes: Iterable[ast.AST] = ast.walk(tree)
-    if top_level_only:
-        nodes = [node for statement in tree.body for node in _without_functions(statement)]
-    return _names(nodes, path)
+    at_first: frozenset[str]
+    """Dotted names, other packages' too, whose import runs when the file is imported (`from prime_hpc import launch`
+    counts as prime_hpc.launch)."""
 
 
 def _names(nodes: Iterable[ast.AST], path: Path) -> set[str]:
@@ -76,9 +70,14 @@ def _names(nodes: Iterable[ast.AST], path: Path) -> set[str]:
             package = list(path.relative_to(PACKAGE.parent).with_suffix("").parts)
             base = ".".join(package[: -node.level]) + "." if node.level else ""
             found |= {f"{base}{node.module or ''}".rstrip(".") + f".{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and _last_name(node.func) in ("import_module", "__import__"):
             found.add(_beginning(node.args[0]))
     return found
+
+
+def _last_name(node: ast.expr) -> str:
+    """`a.b.c` -> `c`; empty where no name is called."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _beginning(argument: ast.expr) -> str:
@@ -88,37 +87,42 @@ def _beginning(argument: ast.expr) -> str:
     return str(argument.value).rstrip(".") if isinstance(argument, ast.Constant) else ""
 
 
-def _without_functions(statement: ast.stmt | ast.ExceptHandler) -> list[ast.AST]:
-    """The nodes that run when the module is imported, `if TYPE_CHECKING` aside."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-        return []
-    if _is_for_types(statement):
-        return []
-    below = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt | ast.ExceptHandler)]
-    return [statement, *(node for child in below for node in _without_functions(child))]
+def _statements(
+    node: ast.AST, *, leave_out: Callable[[ast.AST], bool] = lambda _: False, also: type[ast.AST] = ast.stmt
+) -> Iterator[ast.AST]:
+    """The statements in and below a node, but for those left out and what is in them; `also`: other nodes as well."""
+    kinds = ast.stmt, ast.ExceptHandler, ast.match_case, also
+    rest = [node]
+    while rest:
+        yield (one := rest.pop())
+        rest += [child for child in ast.iter_child_nodes(one) if isinstance(child, kinds) and not leave_out(child)]
 
 
 def _is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not _is_for_types(child):
-            yield from _run_time_nodes(child)
+def _is_late(node: ast.AST) -> bool:
+    """Whether it does not run when the module is imported."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types(node)
 
 
 @cache
 def sources() -> dict[str, Source]:
     """Every file of the package by module name."""
     paths = {_module_of(path): path for path in PACKAGE.rglob("*.py")}
-    found = {}
-    for module, path in paths.items():
-        tree = ast.parse(path.read_text())
-        every, running = (_names(nodes, path) for nodes in (ast.walk(tree), _run_time_nodes(tree)))
-        found[module] = Source(module, path, _modules(every, paths), _modules(running, paths))
-    return found
+    return {module: _read(module, path, paths) for module, path in paths.items()}
+
+
+def _read(module: str, path: Path, paths: Mapping[str, Path]) -> Source:
+    text = path.read_text()
+    tree = ast.parse(text)
+    # only calls hide below statements, and few files have those that import
+    also = ast.AST if "import_module" in text or "__import__" in text else ast.stmt
+    every = _names(_statements(tree, also=also), path)
+    running = _names(_statements(tree, leave_out=_is_for_types, also=also), path)
+    first = frozenset(_names(_statements(tree, leave_out=_is_late), path))
+    return Source(module, path, _modules(every, paths), _modules(running, paths), first)
 
 
 def _module_of(path: Path) -> str:
@@ -212,16 +216,19 @@ def test_the_rules_themselves(tmp_path: Path) -> None:
     typed = "if TYPE_CHECKING:\n    import prime_hpc.launch.job\n"
     tree = ast.parse(late + typed)
     everything = {"importlib.import_module", "prime_hpc.cli", "prime_hpc.launch.job"}
-    assert _names(ast.walk(tree), PACKAGE / "x.py") == everything
-    assert _names(_run_time_nodes(tree), PACKAGE / "x.py") == everything - {"prime_hpc.launch.job"}
+    assert _names(_statements(tree, also=ast.AST), PACKAGE / "x.py") == everything
+    running = everything - {"prime_hpc.launch.job"}
+    assert _names(_statements(tree, leave_out=_is_for_types, also=ast.AST), PACKAGE / "x.py") == running
+    assert _names(_statements(tree), PACKAGE / "x.py") == everything - {"prime_hpc.cli"}
+    nested = "try:\n    import a\nexcept E:\n    import b\nmatch x:\n    case 1:\n        import c\n" + typed
+    assert _names(_statements(ast.parse(nested + late), leave_out=_is_late), PACKAGE / "x.py") == {"a", "b", "c"}
 
 
 def test_login_node_rooms_import_nothing_heavy() -> None:
     wrong = []
     for module, source in sources().items():
         if room_of(module) in LIGHT_ROOMS:
-            names = imports_of(source.path, top_level_only=True)
-            wrong += [f"{module}: {name}" for name in names if name.split(".")[0] in HEAVY]
+            wrong += [f"{module}: {name}" for name in source.at_first if name.split(".")[0] in HEAVY]
     assert not wrong, "\n".join(wrong)
 
 

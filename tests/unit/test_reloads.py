@@ -153,7 +153,7 @@ def test_heads_of_their_own_dimension_are_all_rotated() -> None:
             assert all(torch.equal(a.reshape(7, -1), b) for a, b in zip(rotated, expected, strict=True))
         assert layer.forward_cpu(positions, query.clone().view(7, 4, 32))[1] is None
     finally:
-        RotaryEmbedding.forward_cpu = before  # type: ignore[method-assign]
+        RotaryEmbedding.forward_cpu = before
 
 
 def test_routers_heed_their_bias() -> None:

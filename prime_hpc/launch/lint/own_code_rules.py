@@ -154,9 +154,11 @@ def _wrong_call(place: str, name: str, env: EnvConfig) -> Iterator[tuple[Severit
 @rule(*EVERY)
 def renderer(subject: Subject) -> Iterator[Finding]:
     """Report a renderer that the installed `renderers` package does not have: no environment would begin."""
-    experiment, read = subject.experiment, _read("renderers.configs")
-    name = experiment.model.renderer
-    if not experiment.samples or name == "auto" or not isinstance(read, tuple):
+    experiment, name = subject.experiment, subject.experiment.model.renderer
+    if not experiment.samples or name == "auto":
+        return
+    read = _read("renderers.configs")
+    if not isinstance(read, tuple):
         return
     fields = [node for node in ast.walk(read[1]) if isinstance(node, ast.AnnAssign)]
     literals = [node.annotation for node in fields if isinstance(node.target, ast.Name) and node.target.id == "name"]
