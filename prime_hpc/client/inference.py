@@ -39,6 +39,16 @@ class LogprobError(InferenceError):
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """The k likeliest tokens at each of L places; the largest id, with 0, where none is known."""
+
+    ids: np.ndarray
+    """int32 [L, k]."""
+    logprobs: np.ndarray
+    """float32 [L, k]."""
+
+
+@dataclass(frozen=True)
 class Generation:
     """One completion: arrays of length L, the number of sampled tokens (a final EOS included)."""
 
@@ -120,6 +130,20 @@ def parse_scores(rows: Sequence[Mapping[str, Any] | None] | None, token_ids: Seq
     if not np.isfinite(scores).all():
         raise InferenceError("a prompt log-probability is not finite")
     return scores
+
+
+def parse_top(rows: Sequence[Mapping[str, Any] | None], top_k: int, wanted: Sequence[bool] | np.ndarray) -> TopTokens:
+    """Turn `prompt_logprobs` (L rows, of which `parse_scores` has made sure) into the `top_k` likeliest tokens of each
+    place where `wanted`. A row may hold the prompt's own token beyond them."""
+    ids = np.full((len(rows), top_k), np.iinfo(np.int32).max, np.int32)
+    logprobs = np.zeros((len(rows), top_k), np.float32)
+    for i in np.flatnonzero(wanted).tolist():
+        row = rows[i] or {}
+        values = np.fromiter((entry["logprob"] for entry in row.values()), np.float32, len(row))
+        best = np.argsort(-values, kind="stable")[:top_k]
+        ids[i, : len(best)] = np.fromiter(map(int, row), np.int32, len(row))[best]
+        logprobs[i, : len(best)] = np.maximum(values[best], NO_LOGPROB)
+    return TopTokens(ids, logprobs)
 
 
 class InferenceClient(ServerClient):
@@ -254,10 +278,22 @@ class InferenceClient(ServerClient):
             InferenceError: refused, failed, no answer in time, or one that is not about these tokens.
         """
         ids = np.asarray(token_ids).tolist()
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        return parse_scores(await self._prompt_logprobs(ids, model, 0), ids)
+
+    async def score_top(
+        self, token_ids: Sequence[int] | np.ndarray, model: str, top_k: int, wanted: Sequence[bool] | np.ndarray
+    ) -> tuple[np.ndarray, TopTokens]:
+        """Ask for the same as `score` does, and the `top_k` likeliest tokens where `wanted`, bool [L]."""
+        ids = np.asarray(token_ids).tolist()
+        rows = await self._prompt_logprobs(ids, model, top_k)
+        scores = parse_scores(rows, ids)
+        assert rows is not None
+        return scores, await asyncio.to_thread(parse_top, rows, top_k, wanted)
+
+    async def _prompt_logprobs(self, ids: list[int], model: str, top_k: int) -> list[Mapping[str, Any] | None] | None:
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
         body = {"model": model, "token_ids": ids, "sampling_params": sampling}
-        answer = await self._call("POST", "/inference/v1/generate", body)
-        return parse_scores(answer.get("prompt_logprobs"), ids)
+        return (await self._call("POST", "/inference/v1/generate", body)).get("prompt_logprobs")
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None

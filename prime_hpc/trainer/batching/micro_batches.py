@@ -96,6 +96,12 @@ class MicroBatch:
     its own choice counts; None: everywhere."""
     images: MicroBatchImages | None = None
     """Of the computed tokens; None: there are none."""
+    teacher_ids: torch.Tensor | None = None
+    """int64[N, k], the teacher's likeliest tokens at each target; None: it named none."""
+    teacher_logprobs: torch.Tensor | None = None
+    """float32[N, k], their log-probabilities under the teacher."""
+    listed_logprobs: torch.Tensor | None = None
+    """float32[N, k], the same under the policy, differentiable, once the train step has computed them."""
 
     @property
     def num_targets(self) -> int:
@@ -112,6 +118,9 @@ _SEEN_BY_OBJECTIVES = (
     "reference_logprobs",
     "high_entropy",
     "high_covariance",
+    "teacher_ids",
+    "teacher_logprobs",
+    "listed_logprobs",
 )
 """Fields of `MicroBatch` with a value a target that objectives look at."""
 
@@ -202,6 +211,8 @@ def make_micro_batch(
         trained_of_sequence=None if ce is None else tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)),
         routed=None if part.routed is None else tensor(_choices(part.routed, rows.source)),
         images=images,
+        teacher_ids=None if part.teacher_ids is None else tensor(part.teacher_ids[at].astype(np.int64)),
+        teacher_logprobs=None if part.teacher_logprobs is None else tensor(part.teacher_logprobs[at]),
         **sampled_from,
     )
     return to_device(micro, torch.device(device), stream)
