@@ -187,6 +187,11 @@ class DistillationConfig(Section):
     coef: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weight of the divergence, against the objective."""
 
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes that it adds to a token of the batch: ids and log-probabilities."""
+        return 8 * self.top_k
+
 
 class LossConfig(Section):
     """The RL objective."""

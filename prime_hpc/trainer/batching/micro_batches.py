@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.config.sections.trainer import DistillationConfig, FakeDataConfig
 from prime_hpc.store.batch.images import ImageTable
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, TRUNCATION, RankBatch, select_micro_batches
 from prime_hpc.store.batch.rank_files import read_rank_batches
@@ -97,7 +97,7 @@ class MicroBatch:
     images: MicroBatchImages | None = None
     """Of the computed tokens; None: there are none."""
     teacher_ids: torch.Tensor | None = None
-    """int64[N, k], the teacher's likeliest tokens at each target; None: it named none."""
+    """int32[N, k], the teacher's likeliest tokens at each target; None: it named none."""
     teacher_logprobs: torch.Tensor | None = None
     """float32[N, k], their log-probabilities under the teacher."""
     listed_logprobs: torch.Tensor | None = None
@@ -211,7 +211,7 @@ def make_micro_batch(
         trained_of_sequence=None if ce is None else tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)),
         routed=None if part.routed is None else tensor(_choices(part.routed, rows.source)),
         images=images,
-        teacher_ids=None if part.teacher_ids is None else tensor(part.teacher_ids[at].astype(np.int64)),
+        teacher_ids=None if part.teacher_ids is None else tensor(part.teacher_ids[at]),
         teacher_logprobs=None if part.teacher_logprobs is None else tensor(part.teacher_logprobs[at]),
         **sampled_from,
     )
@@ -438,6 +438,16 @@ def _image_arrays(
     ]
     content, offsets = table.arrays()
     return {"images": np.concatenate(numbers), "image_bytes": content, "image_offsets": offsets}
+
+
+def with_fake_teacher(batch: RankBatch, vocab_size: int, distillation: DistillationConfig | None) -> RankBatch:
+    """Return the batch with a teacher that finds some tokens, the same everywhere, equally likely; as it is where no
+    teacher is compared with."""
+    if distillation is None:
+        return batch
+    top_k = min(distillation.top_k, vocab_size)
+    ids = np.tile(np.arange(top_k, dtype=np.int32), (batch.num_tokens, 1))
+    return replace(batch, teacher_ids=ids, teacher_logprobs=np.full(ids.shape, -np.log(2 * top_k), np.float32))
 
 
 def fake_batch(config: FakeDataConfig, vocab_size: int, seed: int, step: int, rank: int, world_size: int) -> RankBatch:

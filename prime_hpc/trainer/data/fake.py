@@ -17,7 +17,7 @@ from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.observe.bench import read_report
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout
-from prime_hpc.trainer.batching.micro_batches import build_rank_batch, fake_batch
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch, fake_batch, with_fake_teacher
 from prime_hpc.trainer.trainer import Trainer
 
 LOOK_S = 0.5
@@ -63,6 +63,7 @@ def fake_source(trainer: Trainer) -> FakeSource | None:
     experiment = trainer.experiment
     bench, config = experiment.trainer.bench, experiment.trainer.data.fake
     (part, num_parts), seed, vocab = trainer.part, experiment.seed, trainer.vocab_size
+    distillation = experiment.trainer.loss.distillation
     if config is None and not bench:
         return None
     if config is None and experiment.orchestrator.bench:
@@ -71,10 +72,10 @@ def fake_source(trainer: Trainer) -> FakeSource | None:
             return lambda step: RankBatch.empty(1)
         own = shapes[part % len(shapes)]
         trainer.bench_setting["data"] = f"shaped like the orchestrator's batch: {len(own.lengths)} sequences a rank"
-        return lambda step: own.batch(vocab, seed, step, part)
+        return lambda step: with_fake_teacher(own.batch(vocab, seed, step, part), vocab, distillation)
     shape = config or default_fake(experiment)
     trainer.bench_setting["data"] = f"fake, {shape.batch_size} x {shape.seq_len} tokens, {shape.length} length"
-    return lambda step: fake_batch(shape, vocab, seed, step, part, num_parts)
+    return lambda step: with_fake_teacher(fake_batch(shape, vocab, seed, step, part, num_parts), vocab, distillation)
 
 
 def _await_shapes(trainer: Trainer) -> list[RankShape]:
