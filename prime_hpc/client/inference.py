@@ -1,6 +1,7 @@
 """Async client of one prime-hpc inference server: generation by token ids, weight updates, health."""
 
 import asyncio
+import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ NO_LOGPROB = -9999.0
 """Stands for a log-probability that a server does not have, or that is none: JSON has no infinity."""
 BARE_LOGPROBS = ("X-Logprobs", "bare")
 """A header of a request for tokens: a server that knows it answers log-probabilities as `logprobs.values`, one number a
-token, where no others than those of the sampled tokens are asked for. A third of the answer's bytes."""
+token, where no others than those of the sampled tokens are asked for: a third of the answer's bytes. Those of a
+prompt's likeliest tokens come as two packed arrays (`unpack_top`), a seventh."""
 
 
 class InferenceError(RuntimeError):
@@ -144,6 +146,29 @@ def parse_top(rows: Sequence[Mapping[str, Any] | None], top_k: int, wanted: Sequ
         ids[i, : len(best)] = np.fromiter(map(int, row), np.int32, len(row))[best]
         logprobs[i, : len(best)] = np.maximum(values[best], NO_LOGPROB)
     return TopTokens(ids, logprobs)
+
+
+def unpack_top(
+    packed: Mapping[str, str], token_ids: Sequence[int], top_k: int, wanted: Sequence[bool] | np.ndarray
+) -> tuple[np.ndarray, TopTokens]:
+    """Turn `prompt_logprobs` as a server of ours packs them into what `parse_scores` and `parse_top` return: base64 of
+    int32 `token_ids` and of float32 `logprobs`, [L - 1, 1 + top_k] of all tokens but the first, its own one first.
+    Raises InferenceError: they are of other tokens, or of another number."""
+    length, known = len(token_ids), np.zeros(len(token_ids), bool)
+    try:
+        ids, logprobs = (
+            np.frombuffer(base64.b64decode(packed[name]), kind).reshape(length - 1, 1 + top_k)
+            for name, kind in (("token_ids", "<i4"), ("logprobs", "<f4"))
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InferenceError(f"packed log-probabilities of {length} tokens were asked for: {error}") from error
+    if not np.array_equal(ids[:, 0], token_ids[1:]) or np.isnan(logprobs).any():
+        raise InferenceError("packed log-probabilities are of other tokens, or not finite")
+    known[1:] = np.asarray(wanted)[1:]
+    found = TopTokens(np.full((length, top_k), np.iinfo(np.int32).max, np.int32), np.zeros((length, top_k), np.float32))
+    found.ids[known] = ids[known[1:], 1:]
+    found.logprobs[known] = np.maximum(logprobs[known[1:], 1:], NO_LOGPROB)
+    return np.concatenate([[0], np.maximum(logprobs[:, 0], NO_LOGPROB)]).astype(np.float32), found
 
 
 class InferenceClient(ServerClient):
@@ -286,19 +311,27 @@ class InferenceClient(ServerClient):
         """Ask for the same as `score` does, and the `top_k` likeliest tokens where `wanted`, bool [L]."""
         ids = np.asarray(token_ids).tolist()
         rows = await self._prompt_logprobs(ids, model, top_k)
+        if isinstance(rows, dict):
+            return unpack_top(rows, ids, top_k, wanted)
         scores = parse_scores(rows, ids)
         assert rows is not None
         return scores, await asyncio.to_thread(parse_top, rows, top_k, wanted)
 
-    async def _prompt_logprobs(self, ids: list[int], model: str, top_k: int) -> list[Mapping[str, Any] | None] | None:
+    async def _prompt_logprobs(self, ids: list[int], model: str, top_k: int) -> Any:
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
         body = {"model": model, "token_ids": ids, "sampling_params": sampling}
-        return (await self._call("POST", "/inference/v1/generate", body)).get("prompt_logprobs")
+        headers = dict([BARE_LOGPROBS]) if top_k else None
+        return (await self._call("POST", "/inference/v1/generate", body, headers=headers)).get("prompt_logprobs")
 
     async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        answer = await self._ask(method, path, body, timeout)
+        answer = await self._ask(method, path, body, timeout, headers)
         try:
             said = answer.json()
         except ValueError:
@@ -309,12 +342,17 @@ class InferenceClient(ServerClient):
         return said
 
     async def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         what = f"{method} {self.base_url}{path}"
         data = None if body is None else json.dumps(body).encode()
         try:
-            answer = await self._http.request(method, path, data, timeout_s=timeout or self._timeout_s)
+            answer = await self._http.request(method, path, data, timeout_s=timeout or self._timeout_s, headers=headers)
         except NoAnswerError as error:
             raise InferenceError(f"{what}: {error}") from error
         if answer.status >= 400:

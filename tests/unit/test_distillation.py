@@ -1,6 +1,7 @@
 """Distillation by the teacher's distribution: what servers say, what a batch holds, what is refused."""
 
 import asyncio
+import base64
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from prime_hpc.client.inference import InferenceClient, InferenceError, TopTokens, parse_top
+from prime_hpc.client.inference import InferenceClient, InferenceError, TopTokens, parse_top, unpack_top
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
@@ -97,6 +98,19 @@ def test_a_server_says_the_likeliest_and_the_prompts_own_token() -> None:
     assert found.ids.tolist() == [[NONE, NONE], [7, 2], [7, 1], [NONE, NONE]]
     np.testing.assert_allclose(found.logprobs, [[0, 0], [-0.5, -1.0], [-0.1, -9999.0], [0, 0]])
     assert parse_top(rows, 4, [0, 0, 0, 1]).ids[3].tolist() == [3, NONE, NONE, NONE]
+
+
+def test_a_server_of_ours_packs_them() -> None:
+    ids, logprobs = np.array([[6, 7, 2], [7, 7, 1]], "<i4"), np.array([[-9, -0.5, -1], [-np.inf, -0.1, -np.inf]], "<f4")
+    packed = {
+        name: base64.b64encode(array.tobytes()).decode() for name, array in (("token_ids", ids), ("logprobs", logprobs))
+    }
+    scores, found = unpack_top(packed, [5, 6, 7], 2, [True, False, True])
+    assert scores.tolist() == [0, -9, -9999] and found.ids.tolist() == [[NONE, NONE], [NONE, NONE], [7, 1]]
+    np.testing.assert_allclose(found.logprobs, [[0, 0], [0, 0], [-0.1, -9999]])
+    for wrong, of, top_k in ((packed, [5, 6, 8], 2), (packed, [5, 6, 7], 3), ({"token_ids": ""}, [5, 6, 7], 2)):
+        with pytest.raises(InferenceError, match="packed log-probabilities"):
+            unpack_top(wrong, of, top_k, [True] * 3)
 
 
 def test_a_server_with_a_lower_limit_is_named_before_anything_is_sampled() -> None:
