@@ -102,9 +102,8 @@ class Sample:
 
 
 ARRAYS: dict[str, type[np.generic]] = {f.name: f.metadata["dtype"] for f in fields(Sample) if f.metadata}
-"""Arrays of a `Sample` by name, each with its type: they travel between processes and to the next attempt."""
-OF_TEACHER = ("teacher_ids", "teacher_logprobs")
-"""Arrays that do not: where they are wanted the teacher is asked again."""
+"""Arrays of a `Sample` by name, each with its type: they travel between processes and to the next attempt.
+A teacher's do not: where they are wanted it is asked again."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
 """Sections of algorithms that take more than rewards: the teacher of distillation, and echo's token weights."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.names import is_import_path
-
-if TYPE_CHECKING:
-    from prime_hpc.config.experiment import Experiment
 
 
 class TeacherConfig(Section):
@@ -63,9 +60,9 @@ class EchoConfig(Section):
         return name
 
 
-def check_teacher(experiment: "Experiment") -> None:
+def check_teacher(experiment: Any) -> None:
     """Refuse a teacher without servers, with those of two kinds, for which the run has no use, or whose word does not
-    fit the rest. Raises ValueError: says which."""
+    fit the rest of an `Experiment`. Raises ValueError: says which."""
     _is_started(experiment)
     if experiment.kind == "rl":
         _can_distil(experiment)
@@ -76,14 +73,14 @@ def check_teacher(experiment: "Experiment") -> None:
         )
 
 
-def asks_teacher(experiment: "Experiment") -> bool:
+def asks_teacher(experiment: Any) -> bool:
     """Return whether the run needs `orchestrator.teacher` (unknown, so False, of an algorithm of your own)."""
     advantage = experiment.orchestrator.advantage
     compares = experiment.trainer.loss.distillation is not None and advantage.algorithm.teacher != "self"
     return advantage.asks_teacher or (compares and ":" not in advantage.type)
 
 
-def _is_started(experiment: "Experiment") -> None:
+def _is_started(experiment: Any) -> None:
     o, started = experiment.orchestrator, experiment.teacher_inference
     urls = o.teacher.urls if o.teacher is not None else []
     if started is None:
@@ -121,7 +118,7 @@ def _is_started(experiment: "Experiment") -> None:
         )
 
 
-def _can_distil(experiment: "Experiment") -> None:
+def _can_distil(experiment: Any) -> None:
     o, trainer = experiment.orchestrator, experiment.trainer
     key, imitates = f"orchestrator.advantage.type = {o.advantage.type}", o.advantage.imitates
     compares = trainer.loss.distillation is not None

@@ -26,10 +26,11 @@ import numpy as np
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.envs.samples import ARRAYS, OF_TEACHER, EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.samples import ARRAYS, EpisodeResult, EpisodeState, Sample
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.store.batch.images import ImageTable, images_of
+from prime_hpc.store.batch.rank_batch import OF_TEACHER
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths

@@ -22,6 +22,8 @@ NOT_SAMPLED = -1
 """Value of `RankBatch.versions` for tokens that no policy sampled (prompt, tool output)."""
 TRUNCATION = ("top_ps", "top_ks", "min_ps")
 """Fields that say which tokens were sampled from."""
+OF_TEACHER = ("teacher_ids", "teacher_logprobs")
+"""Fields that hold a teacher's likeliest tokens."""
 
 _LAG_NONE = np.iinfo(np.uint16).max  # on disk: lag to the file's newest version; this value says "not sampled"
 _ST_NAMES = {"F64": np.float64, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U16": np.uint16, "U8": np.uint8}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prime_hpc.config.sections.trainer import DistillationConfig, FakeDataConfig
 from prime_hpc.store.batch.images import ImageTable
-from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, TRUNCATION, RankBatch, select_micro_batches
+from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, OF_TEACHER, SPECS, TRUNCATION, RankBatch, select_micro_batches
 from prime_hpc.store.batch.rank_files import read_rank_batches
 from prime_hpc.store.batch.shared_prefixes import token_keys
 from prime_hpc.store.io import files
@@ -211,8 +211,7 @@ def make_micro_batch(
         trained_of_sequence=None if ce is None else tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)),
         routed=None if part.routed is None else tensor(_choices(part.routed, rows.source)),
         images=images,
-        teacher_ids=None if part.teacher_ids is None else tensor(part.teacher_ids[at]),
-        teacher_logprobs=None if part.teacher_logprobs is None else tensor(part.teacher_logprobs[at]),
+        **{name: None if (of := getattr(part, name)) is None else tensor(of[at]) for name in OF_TEACHER},
         **sampled_from,
     )
     return to_device(micro, torch.device(device), stream)
