@@ -189,7 +189,8 @@ def make_micro_batch(
     def tensor(array: NDArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
 
-    sampled_from: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in truncation.items()}
+    given = truncation | {name: of[at] for name in OF_TEACHER if (of := getattr(part, name)) is not None}
+    more: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
     micro = MicroBatch(
         input_ids=tensor(rows.ids).view(rows.num_rows, -1),
         position_ids=tensor(places).view(*places.shape[:-1], rows.num_rows, -1),
@@ -211,8 +212,7 @@ def make_micro_batch(
         trained_of_sequence=None if ce is None else tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)),
         routed=None if part.routed is None else tensor(_choices(part.routed, rows.source)),
         images=images,
-        **{name: None if (of := getattr(part, name)) is None else tensor(of[at]) for name in OF_TEACHER},
-        **sampled_from,
+        **more,
     )
     return to_device(micro, torch.device(device), stream)
 
