@@ -1,6 +1,7 @@
 """Async client of one prime-hpc inference server: generation by token ids, weight updates, health."""
 
 import asyncio
+import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ NO_LOGPROB = -9999.0
 """Stands for a log-probability that a server does not have, or that is none: JSON has no infinity."""
 BARE_LOGPROBS = ("X-Logprobs", "bare")
 """A header of a request for tokens: a server that knows it answers log-probabilities as `logprobs.values`, one number a
-token, where no others than those of the sampled tokens are asked for. A third of the answer's bytes."""
+token, where no others than those of the sampled tokens are asked for: a third of the answer's bytes. Those of a
+prompt's likeliest tokens come as two packed arrays (`unpack_top`), a seventh."""
 
 
 class InferenceError(RuntimeError):
@@ -36,6 +38,16 @@ class InferenceError(RuntimeError):
 
 class LogprobError(InferenceError):
     """The log-probability of a sampled token is missing or not finite: nothing can be trained on it."""
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The k likeliest tokens at each of L places; the largest id, with 0, where none is known."""
+
+    ids: np.ndarray
+    """int32 [L, k]."""
+    logprobs: np.ndarray
+    """float32 [L, k]."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,43 @@ def parse_scores(rows: Sequence[Mapping[str, Any] | None] | None, token_ids: Seq
     if not np.isfinite(scores).all():
         raise InferenceError("a prompt log-probability is not finite")
     return scores
+
+
+def parse_top(rows: Sequence[Mapping[str, Any] | None], top_k: int, wanted: Sequence[bool] | np.ndarray) -> TopTokens:
+    """Turn `prompt_logprobs` (L rows, of which `parse_scores` has made sure) into the `top_k` likeliest tokens of each
+    place where `wanted`. A row may hold the prompt's own token beyond them."""
+    ids = np.full((len(rows), top_k), np.iinfo(np.int32).max, np.int32)
+    logprobs = np.zeros((len(rows), top_k), np.float32)
+    for i in np.flatnonzero(wanted).tolist():
+        row = rows[i] or {}
+        values = np.fromiter((entry["logprob"] for entry in row.values()), np.float32, len(row))
+        best = np.argsort(-values, kind="stable")[:top_k]
+        ids[i, : len(best)] = np.fromiter(map(int, row), np.int32, len(row))[best]
+        logprobs[i, : len(best)] = np.maximum(values[best], NO_LOGPROB)
+    return TopTokens(ids, logprobs)
+
+
+def unpack_top(
+    packed: Mapping[str, str], token_ids: Sequence[int], top_k: int, wanted: Sequence[bool] | np.ndarray
+) -> tuple[np.ndarray, TopTokens]:
+    """Turn `prompt_logprobs` as a server of ours packs them into what `parse_scores` and `parse_top` return: base64 of
+    int32 `token_ids` and of float32 `logprobs`, [L - 1, 1 + top_k] of all tokens but the first, its own one first.
+    Raises InferenceError: they are of other tokens, or of another number."""
+    length, known = len(token_ids), np.zeros(len(token_ids), bool)
+    try:
+        ids, logprobs = (
+            np.frombuffer(base64.b64decode(packed[name]), kind).reshape(length - 1, 1 + top_k)
+            for name, kind in (("token_ids", "<i4"), ("logprobs", "<f4"))
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InferenceError(f"packed log-probabilities of {length} tokens were asked for: {error}") from error
+    if not np.array_equal(ids[:, 0], token_ids[1:]) or np.isnan(logprobs).any():
+        raise InferenceError("packed log-probabilities are of other tokens, or not finite")
+    known[1:] = np.asarray(wanted)[1:]
+    found = TopTokens(np.full((length, top_k), np.iinfo(np.int32).max, np.int32), np.zeros((length, top_k), np.float32))
+    found.ids[known] = ids[known[1:], 1:]
+    found.logprobs[known] = np.maximum(logprobs[known[1:], 1:], NO_LOGPROB)
+    return np.concatenate([[0], np.maximum(logprobs[:, 0], NO_LOGPROB)]).astype(np.float32), found
 
 
 class InferenceClient(ServerClient):
@@ -254,15 +303,35 @@ class InferenceClient(ServerClient):
             InferenceError: refused, failed, no answer in time, or one that is not about these tokens.
         """
         ids = np.asarray(token_ids).tolist()
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        return parse_scores(await self._prompt_logprobs(ids, model, 0), ids)
+
+    async def score_top(
+        self, token_ids: Sequence[int] | np.ndarray, model: str, top_k: int, wanted: Sequence[bool] | np.ndarray
+    ) -> tuple[np.ndarray, TopTokens]:
+        """Ask for the same as `score` does, and the `top_k` likeliest tokens where `wanted`, bool [L]."""
+        ids = np.asarray(token_ids).tolist()
+        rows = await self._prompt_logprobs(ids, model, top_k)
+        if isinstance(rows, dict):
+            return unpack_top(rows, ids, top_k, wanted)
+        scores = parse_scores(rows, ids)
+        assert rows is not None
+        return scores, await asyncio.to_thread(parse_top, rows, top_k, wanted)
+
+    async def _prompt_logprobs(self, ids: list[int], model: str, top_k: int) -> Any:
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
         body = {"model": model, "token_ids": ids, "sampling_params": sampling}
-        answer = await self._call("POST", "/inference/v1/generate", body)
-        return parse_scores(answer.get("prompt_logprobs"), ids)
+        headers = dict([BARE_LOGPROBS]) if top_k else None
+        return (await self._call("POST", "/inference/v1/generate", body, headers=headers)).get("prompt_logprobs")
 
     async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        answer = await self._ask(method, path, body, timeout)
+        answer = await self._ask(method, path, body, timeout, headers)
         try:
             said = answer.json()
         except ValueError:
@@ -273,12 +342,17 @@ class InferenceClient(ServerClient):
         return said
 
     async def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         what = f"{method} {self.base_url}{path}"
         data = None if body is None else json.dumps(body).encode()
         try:
-            answer = await self._http.request(method, path, data, timeout_s=timeout or self._timeout_s)
+            answer = await self._http.request(method, path, data, timeout_s=timeout or self._timeout_s, headers=headers)
         except NoAnswerError as error:
             raise InferenceError(f"{what}: {error}") from error
         if answer.status >= 400:

@@ -33,6 +33,7 @@ from prime_hpc.config.sections.slurm import SlurmConfig
 from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEvalConfig
 from prime_hpc.config.sections.supervisor import AlarmsConfig, KubernetesConfig, SupervisorConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
+from prime_hpc.config.sections.teacher import check_teacher
 from prime_hpc.config.sections.trainer import TrainerConfig
 
 COMPONENTS = ("trainer", "orchestrator", "inference", "sft", "eval", "synthesize")
@@ -254,9 +255,7 @@ class Experiment(Section):
                 "--max-steps"
             )
         self._can_sleep()
-        self._can_be_taught()
-        if self.kind == "rl":
-            self._can_distil()
+        check_teacher(self)
         if self.trainer.max_concurrent_runs > 1:
             self._can_train_many()
         elif self.trainer.tinker is not None:
@@ -351,10 +350,10 @@ class Experiment(Section):
                     f"({self.max_model_len}) {NO_ROOM}"
                 )
             changed = (sampling.temperature, sampling.truncates) != (o.sampling.temperature, o.sampling.truncates)
-            if advantage.distils and changed and (sampling.temperature != 1 or sampling.truncates):
-                raise ValueError(
-                    f"{key}.sampling: {advantage.type} needs temperature 1, without top_p, top_k and min_p"
-                )
+            compares = self.trainer.loss.distillation is not None and not advantage.imitates
+            if (advantage.distils or compares) and changed and (sampling.temperature != 1 or sampling.truncates):
+                by = "trainer.loss.distillation" if compares else advantage.type
+                raise ValueError(f"{key}.sampling: {by} needs temperature 1, without top_p, top_k and min_p")
             for name, why in sampling.untrainable().items() if not o.advantage.imitates else ():
                 raise ValueError(f"{key}.sampling.extra.{name} cannot be used in training: {why}; leave it out")
         for i, held_out in enumerate(o.eval.env if o.eval is not None else []):
@@ -402,76 +401,6 @@ class Experiment(Section):
             raise ValueError(
                 f"{kind}.sampling.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) "
                 f"{NO_ROOM}"
-            )
-
-    def _can_be_taught(self) -> None:
-        """Refuse a teacher without servers, with those of two kinds, or for which the run has no use."""
-        o, started = self.orchestrator, self.teacher_inference
-        urls = o.teacher.urls if o.teacher is not None else []
-        if started is None:
-            if o.teacher is not None and not urls:
-                raise ValueError(
-                    "orchestrator.teacher.base_url names no server: give the url of one that runs, or have the run "
-                    "start one with teacher_inference"
-                )
-            return
-        if urls:
-            raise ValueError(
-                "orchestrator.teacher.base_url attaches to a teacher that runs, teacher_inference starts one: leave "
-                "one of them out"
-            )
-        if self.kind != "rl":
-            raise ValueError(f"teacher_inference is for RL with a teacher, this is {self.kind}: leave it out")
-        if not (o.advantage.asks_teacher or ":" in o.advantage.type):
-            raise ValueError(
-                f"teacher_inference is not used by orchestrator.advantage.type = {o.advantage.type}: leave it out, or "
-                "set opd or sft"
-            )
-        if o.teacher is None or o.teacher.model is None:
-            raise ValueError("teacher_inference serves orchestrator.teacher.model, which is not stated")
-        if self.trainer.max_concurrent_runs > 1:
-            raise ValueError(
-                "teacher_inference cannot be shared by the runs of trainer.max_concurrent_runs > 1: start `inference` "
-                "with the teacher's model, and state its url in each run's orchestrator.teacher.base_url"
-            )
-        need = self.seq_len + (not o.advantage.imitates)  # a score samples one token that is not used
-        if started.max_model_len is not None and started.max_model_len < need:
-            raise ValueError(
-                f"teacher_inference.max_model_len ({started.max_model_len}) is too short for samples of seq_len "
-                f"({self.seq_len}): at least {need}, or leave it out"
-            )
-
-    def _can_distil(self) -> None:
-        o, key = self.orchestrator, f"orchestrator.advantage.type = {self.orchestrator.advantage.type}"
-        imitates = o.advantage.imitates
-        if o.advantage.asks_teacher and o.teacher is None:
-            raise ValueError(
-                f"{key} needs a teacher: set orchestrator.teacher.base_url to a server of its model, or "
-                "orchestrator.teacher.model and teacher_inference to start one"
-            )
-        if o.teacher is not None and not (o.advantage.asks_teacher or ":" in o.advantage.type):
-            raise ValueError(f"orchestrator.teacher is not used by {key}: leave it out, or set opd or sft")
-        if o.advantage.distils and o.sampling.temperature != 1:
-            raise ValueError(
-                f"{key} compares log-probabilities at temperature 1 (so the teacher's are): orchestrator.sampling."
-                f"temperature must be 1, not {o.sampling.temperature:g}"
-            )
-        if o.advantage.scale == "batch" and (o.advantage.distils or imitates):
-            raise ValueError(f"{key} takes a teacher's word as it is: leave orchestrator.advantage.scale out")
-        if o.advantage.distils and o.sampling.truncates:
-            raise ValueError(
-                f"{key} compares log-probabilities over the whole vocabulary (so the teacher's are): leave "
-                "orchestrator.sampling.top_p, top_k and min_p out"
-            )
-        if imitates and not self.trainer.loss.objective.imitates:
-            raise ValueError(
-                f"{key} and trainer.loss.type = {self.trainer.loss.type} do not fit: no policy sampled the tokens, so "
-                "there is no importance ratio; set trainer.loss.type = nll"
-            )
-        if imitates and (self.inference is not None or o.eval is not None):
-            section = "inference" if self.inference is not None else "orchestrator.eval"
-            raise ValueError(
-                f"{key} samples from the teacher's servers alone, the policy is served nowhere: leave {section} out"
             )
 
     def _can_use_fp8(self) -> None:

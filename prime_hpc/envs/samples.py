@@ -79,6 +79,12 @@ class Sample:
     """uint8 or uint16 [L, layers, k], the experts to which the engine sent each token: see `RankBatch.routed`; None
     where it does not record them."""
 
+    teacher_ids: np.ndarray | None = None
+    """int32 [L, k], the teacher's likeliest tokens where this sample trains: see `RankBatch.teacher_ids`. It is asked
+    for them once the episode has ended, and again in another attempt."""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [L, k], their log-probabilities."""
+
     @property
     def num_tokens(self) -> int:
         """L."""
@@ -96,7 +102,8 @@ class Sample:
 
 
 ARRAYS: dict[str, type[np.generic]] = {f.name: f.metadata["dtype"] for f in fields(Sample) if f.metadata}
-"""Arrays of a `Sample` by name, each with its type: they travel between processes and to the next attempt."""
+"""Arrays of a `Sample` by name, each with its type: they travel between processes and to the next attempt.
+A teacher's do not: where they are wanted it is asked again."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ or SIGINT has ended it, within 5 s, requests in flight answered with `abort`.
   final end-of-sequence token included), `logprobs.content[]` (`token_id`, `logprob`: of the distribution that was
   sampled from, after temperature and truncation), `weight_versions[]` (half-open spans: the policy version of every
   token, exactly), `finish_reason` (`stop`, `length`, `abort`); with `prompt_logprobs`, those of the prompt at
-  temperature 1; with `trainer.router_replay`, `routed_experts`: of every token but the last one, as `envs.routing`
-  reads them. 400 for a request that is wrong or cannot be honoured. A backend may answer a request with the header
-  `client.inference.BARE_LOGPROBS` with `logprobs.values[]`, one number a token, in place of `content[]`.
+  temperature 1, of each token and of so many likeliest ones at its place; with `trainer.router_replay`,
+  `routed_experts`: of every token but the last one, as `envs.routing` reads them. 400 for a request that is wrong or
+  cannot be honoured. A backend may answer a request with the header `client.inference.BARE_LOGPROBS` with
+  `logprobs.values[]`, one number a token, in place of `content[]`, and with those of a prompt as
+  `client.inference.unpack_top` reads them.
 - `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models` (`policy` and the model's own name), as OpenAI
   has them.
 - `GET /health`: 200 while requests are answered.

@@ -231,6 +231,10 @@ def _teacher(experiment: Experiment) -> list[Problem]:
             vocabularies.append(read_vocabulary(name))
         except ValueError as error:
             return [Problem(str(error), its_key)]
+    distillation = experiment.trainer.loss.distillation
+    if distillation is not None and (known := vocabularies[0]) is not None and distillation.top_k > len(known):
+        text = f"{distillation.top_k} tokens of a vocabulary of {len(known)}: {len(known)} at most"
+        return [Problem(text, "trainer.loss.distillation.top_k")]
     if None in vocabularies or vocabularies[0] == vocabularies[1]:
         return []
     own, other = (v or {} for v in vocabularies)

@@ -13,7 +13,7 @@ RUN = ("stall_s", "free_gib", "free_share", "time_left_s", "no_successor_s")
 where one should wait: looked at every 10 s."""
 NAMES = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR, "run": RUN}
 _OPEN = {
-    "trainer": re.compile(r"(time|ckpt|loss|eval)/.+|nll|kl_penalty"),
+    "trainer": re.compile(r"(time|ckpt|loss|eval)/.+|nll|kl_penalty|teacher_(divergence|mass)"),
     "orchestrator": re.compile(
         r"(env|eval|env_workers|episode_time|teacher|curriculum|advantage)/.+|reward/.+/(mean|std)"
         r"|groups/.+/(in_batch|solved_all|solved_none)"

@@ -94,7 +94,7 @@ class Orchestrator:
         self.curriculum = Curriculum(config.curriculum, num_prompts=exp.num_prompts, env_names=self.env_names)
         self.stream = PromptStream(sources, exp.seed, self.curriculum.choose)
         self.totals = {"samples": 0, "tokens": 0}
-        self.scorers = make_scorers(config)
+        self.scorers = make_scorers(config, in_loss=exp.trainer.loss.distillation is not None)
         self.echo = Echo(config.advantage.echo) if config.advantage.echo is not None else None
         if state is not None:
             self.stream.load_state_dict(state["prompts"])

@@ -100,8 +100,9 @@ def make_teacher(
     """Build the teacher of the configured algorithm; None where it needs none.
     `served_as`: the policy's name on its servers.
     Raises OrchestratorError: the algorithm asks for a teacher, and none is configured, or prompts hold images."""
-    config = exp.orchestrator
-    asked = get_algorithm(config.advantage.type).teacher
+    config, whole = exp.orchestrator, exp.trainer.loss.distillation
+    asked = get_algorithm(config.advantage.type).teacher or ("model" if whole is not None else "")
+    top_k = whole.top_k if whole is not None else 0
     if asked and exp.model.vision is not None:
         raise OrchestratorError(
             f"orchestrator.advantage.type = {config.advantage.type} asks its teacher with tokens alone, without the "
@@ -118,6 +119,7 @@ def make_teacher(
             deadline_s=limits.deadline_s,
             max_concurrent=limits.max_concurrent,
             prefix=shown,
+            top_k=top_k,
         )
     if asked != "model":
         return None
@@ -132,6 +134,7 @@ def make_teacher(
         config.teacher.served_name,
         deadline_s=config.teacher.deadline_s,
         max_concurrent=config.teacher.max_concurrent,
+        top_k=top_k,
     )
 
 

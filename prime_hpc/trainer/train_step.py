@@ -351,7 +351,10 @@ class TrainStep:
         """Forward and backward pass of one micro-batch; its statistics."""
         if self._reference is not None and micro.reference_logprobs is None and not self._kl_in_rewards:
             micro.reference_logprobs = self._reference_logprobs(micro)
-        logprobs, entropy = self.policy(micro, self._with_entropy)
+        distils = self._config.loss.distillation is not None and micro.teacher_ids is not None
+        logprobs, entropy = self.policy(micro, self._with_entropy, distils)
+        if distils:
+            logprobs, micro.listed_logprobs = logprobs[:, 0], logprobs[:, 1:]
         echo = echo_loss(micro, logprobs, num_echo) if num_echo else None
         if micro.trained is not None:
             logprobs = logprobs.index_select(0, micro.trained)

@@ -86,6 +86,33 @@ def test_opd_gives_every_token_the_teachers_word_and_trains(
         assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in steps[:STEPS])
 
 
+def test_the_trainer_learns_the_teachers_distribution(
+    tmp_path: Path, model: Path, servers: tuple[AdminServer, AdminServer]
+) -> None:
+    policy, teacher = servers
+    loss = {"type": "reinforce", "mismatch": {"warn": None}, "distillation": {"top_k": 3}}
+    exp = make_experiment(
+        model,
+        tmp_path / "run",
+        advantage={"type": "opd"},
+        teacher={"base_url": teacher.url, "model": str(model)},
+        top={"max_steps": STEPS, "trainer": {"num_ranks": 1, "micro_batch_tokens": 320, "loss": loss}},
+    )
+    with World(tmp_path / "run", exp, [policy]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        for step in range(1, STEPS + 1):
+            [rank] = world.ranks(step)
+            assert not rank.advantages.any() and rank.loss_mask.any()  # nothing but the divergence trains
+            assert rank.teacher_ids is not None and rank.teacher_logprobs is not None
+            named = rank.teacher_ids[rank.target_mask()]
+            assert all(len({0, 1, 2} - set(row)) <= 1 for row in named.tolist())  # the token itself may be likelier
+        steps = train(tmp_path, model, world, loss)
+    first, last = steps[0], steps[STEPS - 1]
+    assert last["teacher_divergence"] < first["teacher_divergence"] and first["teacher_mass"] > 0.8
+    assert first["loss"] == pytest.approx(first["teacher_divergence"], rel=1e-4)
+
+
 def test_opd_without_an_answering_teacher_ends_in_time_and_says_so(
     tmp_path: Path, model: Path, servers: tuple[AdminServer, AdminServer]
 ) -> None:

@@ -25,7 +25,7 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _own_only(x: torch.Tensor, own: slice, num: int, _: Any) -> torch.Tensor:
-    whole = x.new_zeros(num)
+    whole = x.new_zeros((num, *x.shape[1:]))
     whole[own] = x
     return whole
 

@@ -34,6 +34,7 @@ from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.weights.lora_files import adapter_identity
 from prime_hpc.trainer.weights.publish import build_publisher
 from tests.support.lora import fill_randomly
+from tests.support.random_teacher import with_random_teacher
 from tests.support.tiny_families import VOCAB, random_routing
 from tests.support.tiny_model import random_rank_batch
 
@@ -41,7 +42,12 @@ LENGTHS = [[20, 9], [15, 30, 1], [3], [41, 2], [17]]
 """Five micro-batches, of lengths that no number of ranks divides: two parts get unequal numbers of them."""
 LOSSES = [
     {"type": "aipo", "covariance": {"type": "clip", "share": 0.1, "low": 0.1, "high": 9.0}},
-    {"type": "gspo", "kl": {"target": "behaviour", "coef": 0.1}, "entropy": {"coef": 0.05}},
+    {
+        "type": "gspo",
+        "kl": {"target": "behaviour", "coef": 0.1},
+        "entropy": {"coef": 0.05},
+        "distillation": {"divergence": "jsd", "beta": 0.3},
+    },
     {
         "type": "reinforce",
         "normalize": "sequence",
@@ -50,9 +56,9 @@ LOSSES = [
         "covariance": {"type": "kl", "share": 0.1},
     },
 ]
-"""Of steps 1, 2, 3: over tokens, without some of high covariance; over whole sequences, with an entropy bonus; with a
-factor that a whole sequence decides, over the tokens of highest entropy in the whole batch, held back where covariance
-is high."""
+"""Of steps 1, 2, 3: over tokens, without some of high covariance; over whole sequences, with an entropy bonus and the
+divergence to a teacher; with a factor that a whole sequence decides, over the tokens of highest entropy in the whole
+batch, held back where covariance is high."""
 METRICS = (
     "loss",
     "entropy",
@@ -61,6 +67,8 @@ METRICS = (
     "kl",
     "ratio",
     "clipped",
+    "teacher_divergence",
+    "teacher_mass",
     "reward",
     "num_tokens",
     "num_targets",
@@ -106,6 +114,7 @@ def whole_batch(step: int, replay: bool = False) -> RankBatch:
     """All parts of batch `step`, as one; with `replay`, named experts for nine tokens of ten."""
     batch = random_rank_batch(LENGTHS, seed=100 + step, vocab_size=VOCAB, step=step)
     batch.logprobs[:] = np.where(batch.loss_mask, batch.logprobs / 2 - 2, 0)  # nearer to the policy: ratios count
+    batch = with_random_teacher(batch, VOCAB, top_k=7, seed=step)
     return dataclasses.replace(batch, routed=random_routing(batch.num_tokens, seed=step)) if replay else batch
 
 

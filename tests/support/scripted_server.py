@@ -121,7 +121,7 @@ class ScriptedServer(ServerThread):
         self.requests.append(body)
         self.headers.append(dict(request.headers))
         if body["sampling_params"].get("prompt_logprobs") is not None:
-            return self._prompt_scores(body["token_ids"])
+            return self._prompt_scores(body["token_ids"], body["sampling_params"]["prompt_logprobs"])
         expanded, places = self._expand(body) if body.get("content_parts") else (body["token_ids"], None)
         reply = self.script(self.tokenizer.decode(body["token_ids"]), number)
         reply = Reply(reply) if isinstance(reply, str) else reply
@@ -168,13 +168,15 @@ class ScriptedServer(ServerThread):
         assert not counts and body["return_token_ids"]
         return ids, places
 
-    def _prompt_scores(self, ids: list[int]) -> web.Response:
-        """What a prefill says of its own tokens: each depends on the tokens before it through their number alone."""
+    def _prompt_scores(self, ids: list[int], num_top: int) -> web.Response:
+        """What a prefill says of its own tokens: each depends on those before it through their number alone; beside
+        each the likeliest, the vocabulary's first ones."""
         self.num_scored += 1
         if self.score_failures > 0:
             self.score_failures -= 1
             return web.json_response({"error": {"message": "scripted failure"}}, status=503)
-        rows = [None, *({str(t): {"logprob": score_of(t, i), "rank": 1}} for i, t in enumerate(ids) if i)]
+        top = {str(t): {"logprob": -0.7 * (t + 1), "rank": t + 1} for t in range(num_top)}
+        rows = [None, *({str(t): {"logprob": score_of(t, i), "rank": 1}} | top for i, t in enumerate(ids) if i)]
         choice = {"index": 0, "finish_reason": "length", "token_ids": [ids[-1]], "logprobs": None}
         return web.json_response({"request_id": "scored", "choices": [choice], "prompt_logprobs": rows})
 

@@ -32,12 +32,17 @@ if BREAK == "target":
 found = {{str(d): fused_head.first_try(torch.device("cpu"), d) for d in fused_head.HALF}}
 fused_head.is_served = lambda hidden, weight: True
 rows = []
-for chunk, with_entropy in ((7, 0), (64, 0), (7, 1), (64, 1)):
+for chunk, with_entropy, listed in ((7, 0, 0), (64, 1, 0), (7, 1, 5), (64, 0, 5)):
     for trains in (True, False):
         torch.manual_seed(0)
         hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(9001, 16).bfloat16()
         targets, temperatures = torch.randint(0, 9001, (40,)), torch.rand(40) + 0.5
         temperatures[3], outer, results = 0.0, torch.randn(40), []
+        if listed:  # a row names its target again, one has the target in the place of what is not known
+            others = torch.rand(40, 9001).argsort(1)[:, :listed]
+            others[5, 2], others[7, 3:] = targets[5], targets[7]
+            targets, outer = torch.cat([targets[:, None], others], 1), torch.randn(40, 1 + listed)
+            outer[7, 4:] = 0.0
         for how in (True, False, None):
             type_ = torch.float64 if how is None else torch.bfloat16
             h, w = (x.clone().to(type_).requires_grad_(g) for x, g in ((hidden, True), (weight, trains)))
@@ -45,13 +50,15 @@ for chunk, with_entropy in ((7, 0), (64, 0), (7, 1), (64, 1)):
                 scale = torch.where(temperatures > 0, temperatures, 1.0).double()[:, None]
                 logits = (h @ w.T + ((hidden @ weight.T).double() - h @ w.T).detach()) / scale  # rounded as the head's
                 every = logits.log_softmax(1)
-                values, entropy = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(1)
+                values = every.gather(1, targets if listed else targets[:, None])
+                values, entropy = values if listed else values[:, 0], -(every.exp() * every).sum(1)
             else:
                 values, entropy = logprobs.token_logprobs(
                     h, w, targets, temperatures, chunk_tokens=chunk, with_entropy=True, fused=how
                 )
                 assert values._base is None, "a view: FSDP warns of it at every start"
-            (values * outer + with_entropy * outer.flip(0) * entropy).sum().backward()
+            spread = (outer[:, 0] if listed else outer).flip(0)
+            ((values * outer).sum() + with_entropy * (spread * entropy).sum()).backward()
             results.append([values.detach(), entropy.detach(), h.grad, *([w.grad] if trains else [])])
         exact = results.pop()
         rows.append([[float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(r, exact)] for r in results])

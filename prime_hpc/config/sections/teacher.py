@@ -1,6 +1,6 @@
 """Sections of algorithms that take more than rewards: the teacher of distillation, and echo's token weights."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -9,7 +9,8 @@ from prime_hpc.config.sections.names import is_import_path
 
 
 class TeacherConfig(Section):
-    """A frozen model on servers of its own: scores the policy's tokens (`opd`), or samples in its stead (`sft`)."""
+    """A frozen model on servers of its own: scores the policy's tokens (`opd`, `trainer.loss.distillation`), or samples
+    in its stead (`sft`)."""
 
     model: str | None = None
     """Directory or hub name: what `teacher_inference` serves; of a teacher at `base_url`, to compare its tokenizer with
@@ -57,3 +58,102 @@ class EchoConfig(Section):
         if name is not None and not is_import_path(name):
             raise ValueError(f"{name!r} is not written as module:function")
         return name
+
+
+def check_teacher(experiment: Any) -> None:
+    """Refuse a teacher without servers, with those of two kinds, for which the run has no use, or whose word does not
+    fit the rest of an `Experiment`. Raises ValueError: says which."""
+    _is_started(experiment)
+    if experiment.kind == "rl":
+        _can_distil(experiment)
+    elif experiment.trainer.loss.distillation is not None:
+        raise ValueError(
+            f"trainer.loss.distillation is for RL with a teacher, this is {experiment.kind}: leave it out, or have the "
+            "teacher sample the rows (orchestrator.advantage.type = sft)"
+        )
+
+
+def asks_teacher(experiment: Any) -> bool:
+    """Return whether the run needs `orchestrator.teacher` (unknown, so False, of an algorithm of your own)."""
+    advantage = experiment.orchestrator.advantage
+    compares = experiment.trainer.loss.distillation is not None and advantage.algorithm.teacher != "self"
+    return advantage.asks_teacher or (compares and ":" not in advantage.type)
+
+
+def _is_started(experiment: Any) -> None:
+    o, started = experiment.orchestrator, experiment.teacher_inference
+    urls = o.teacher.urls if o.teacher is not None else []
+    if started is None:
+        if o.teacher is not None and not urls:
+            raise ValueError(
+                "orchestrator.teacher.base_url names no server: give the url of one that runs, or have the run "
+                "start one with teacher_inference"
+            )
+        return
+    if urls:
+        raise ValueError(
+            "orchestrator.teacher.base_url attaches to a teacher that runs, teacher_inference starts one: leave "
+            "one of them out"
+        )
+    if experiment.kind != "rl":
+        raise ValueError(f"teacher_inference is for RL with a teacher, this is {experiment.kind}: leave it out")
+    if not (asks_teacher(experiment) or ":" in o.advantage.type):
+        raise ValueError(
+            f"teacher_inference is not used by orchestrator.advantage.type = {o.advantage.type}: leave it out, or "
+            "set opd, sft or trainer.loss.distillation"
+        )
+    if o.teacher is None or o.teacher.model is None:
+        raise ValueError("teacher_inference serves orchestrator.teacher.model, which is not stated")
+    if experiment.trainer.max_concurrent_runs > 1:
+        raise ValueError(
+            "teacher_inference cannot be shared by the runs of trainer.max_concurrent_runs > 1: start `inference` "
+            "with the teacher's model, and state its url in each run's orchestrator.teacher.base_url"
+        )
+    scores = not o.advantage.imitates or experiment.trainer.loss.distillation is not None
+    need = experiment.seq_len + scores  # a score samples one token that is not used
+    if started.max_model_len is not None and started.max_model_len < need:
+        raise ValueError(
+            f"teacher_inference.max_model_len ({started.max_model_len}) is too short for samples of seq_len "
+            f"({experiment.seq_len}): at least {need}, or leave it out"
+        )
+
+
+def _can_distil(experiment: Any) -> None:
+    o, trainer = experiment.orchestrator, experiment.trainer
+    key, imitates = f"orchestrator.advantage.type = {o.advantage.type}", o.advantage.imitates
+    compares = trainer.loss.distillation is not None
+    by = "trainer.loss.distillation" if compares else key
+    if asks_teacher(experiment) and o.teacher is None and (o.env or o.advantage.asks_teacher):
+        raise ValueError(
+            f"{by} needs a teacher: set orchestrator.teacher.base_url to a server of its model, or "
+            "orchestrator.teacher.model and teacher_inference to start one"
+        )
+    if o.teacher is not None and not (asks_teacher(experiment) or ":" in o.advantage.type):
+        raise ValueError(
+            f"orchestrator.teacher is not used by {key}: leave it out, or set opd, sft or trainer.loss.distillation"
+        )
+    if compares and experiment.model.vision is not None:
+        raise ValueError(f"{by} asks the teacher with tokens alone, without images: leave model.vision out")
+    distils = o.advantage.distils or compares
+    if distils and not imitates and o.sampling.temperature != 1:
+        raise ValueError(
+            f"{by} compares log-probabilities at temperature 1 (so the teacher's are): orchestrator.sampling."
+            f"temperature must be 1, not {o.sampling.temperature:g}"
+        )
+    if o.advantage.scale == "batch" and (o.advantage.distils or imitates):
+        raise ValueError(f"{key} takes a teacher's word as it is: leave orchestrator.advantage.scale out")
+    if distils and not imitates and o.sampling.truncates:
+        raise ValueError(
+            f"{by} compares log-probabilities over the whole vocabulary (so the teacher's are): leave "
+            "orchestrator.sampling.top_p, top_k and min_p out"
+        )
+    if imitates and not trainer.loss.objective.imitates:
+        raise ValueError(
+            f"{key} and trainer.loss.type = {trainer.loss.type} do not fit: no policy sampled the tokens, so "
+            "there is no importance ratio; set trainer.loss.type = nll"
+        )
+    if imitates and (experiment.inference is not None or o.eval is not None):
+        section = "inference" if experiment.inference is not None else "orchestrator.eval"
+        raise ValueError(
+            f"{key} samples from the teacher's servers alone, the policy is served nowhere: leave {section} out"
+        )

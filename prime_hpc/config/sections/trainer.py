@@ -181,6 +181,26 @@ SMALL_LOGITS = 1 << 24
 """So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
 
 
+class DistillationConfig(Section):
+    """The divergence between the teacher's and the policy's whole distributions, beside the objective."""
+
+    top_k: int = Field(64, ge=1, le=4096)
+    """The teacher's likeliest tokens at each trained one, over which the two are compared; all other tokens are one
+    more. 8 bytes each in the batch."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """`forward_kl`: KL(teacher || policy), which covers all that the teacher says; `reverse_kl`: KL(policy || teacher),
+    which keeps to its likeliest; `jsd`: the generalized Jensen-Shannon divergence, between the two."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """`jsd`: the teacher's share of the mixture; near 0 it goes as the forward KL, near 1 as the reverse one."""
+    coef: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Weight of the divergence, against the objective."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes that it adds to a token of the batch: ids and log-probabilities."""
+        return 8 * self.top_k
+
+
 class LossConfig(Section):
     """The RL objective."""
 
@@ -233,6 +253,8 @@ class LossConfig(Section):
     absent."""
     covariance: CovarianceConfig | None = None
     """Clip-Cov or KL-Cov; off when absent."""
+    distillation: DistillationConfig | None = None
+    """Distillation by the teacher's whole distribution, in the place of one token's advantage; off when absent."""
     mismatch: MismatchConfig = MismatchConfig()
     """Alarm on the mismatch to the engine."""
 
@@ -246,7 +268,7 @@ class LossConfig(Section):
         """True if tokens without an advantage change the loss, too."""
         penalized = self.kl is not None and self.kl.coef > 0
         rewarded = self.entropy is not None and (self.entropy.coef > 0 or self.entropy.target is not None)
-        return self.objective.imitates or penalized or rewarded
+        return self.objective.imitates or penalized or rewarded or self.distillation is not None
 
     @property
     def bounds(self) -> Bounds:

@@ -34,6 +34,55 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "and <trainer.loss.kl.horizon>; else it stays: <trainer.loss.kl.coef>",
     ),
     (
+        "topk_logits_k loss_top_k gkd_logits_topk distillation_loss.topk distillation.topk",
+        "the teacher's likeliest tokens at each place: <trainer.loss.distillation.top_k>",
+    ),
+    (
+        "kl_type distillation_mode distillation_objective distillation_loss.loss_mode",
+        "`forward_kl`, `reverse_kl` or `jsd`: <trainer.loss.distillation.divergence>; of the sampled token alone: "
+        "`opd` as <orchestrator.advantage.type>",
+    ),
+    (
+        "mixed_kl_weight",
+        "between the two KL divergences lies `jsd`: <trainer.loss.distillation.divergence>, with "
+        "<trainer.loss.distillation.beta>",
+    ),
+    (
+        "zero_outside_topk loss_add_tail",
+        "tokens that the teacher does not name count as one more, on both sides: leave it out "
+        "(<trainer.loss.distillation.top_k>)",
+    ),
+    (
+        "distillation_loss_coef opd_kl_coef distillation_weight",
+        "the weight of the divergence: <trainer.loss.distillation.coef>",
+    ),
+    (
+        "use_task_rewards",
+        "rewards beside the teacher: any <orchestrator.advantage.type>, or `opd` with "
+        "<orchestrator.advantage.reward_weight>",
+    ),
+    (
+        "log_prob_min_clamp loss_max_clamp distillation_loss.clip_log_ratio",
+        "a divergence is not clipped, the gradient is: <trainer.optim.max_norm>; one token's log-ratio is: "
+        "<orchestrator.advantage.max_gap>",
+    ),
+    (
+        "lmbda seq_kd",
+        "the policy samples with `opd`, the teacher with `sft`: <orchestrator.advantage.type>",
+    ),
+    (
+        "use_opd opd_type",
+        "`opd` as <orchestrator.advantage.type>; by whole distributions: <trainer.loss.distillation.top_k>",
+    ),
+    (
+        "teacher_model teacher_models teacher_model_name_or_path opd_teacher_load teacher.model_name",
+        "the run starts its servers with <teacher_inference>: <orchestrator.teacher.model>",
+    ),
+    (
+        "teacher_model_server_url teacher_model_server use_teacher_server",
+        "a teacher that runs already: <orchestrator.teacher.base_url>",
+    ),
+    (
         "dro_beta kl_tau",
         "the weight of a squared log-ratio to the policy that sampled: <trainer.loss.kl.coef>, with `behaviour` as "
         "<trainer.loss.kl.target> and `k2` as <trainer.loss.kl.estimator>, which halves the square as `dro_beta` does; "

@@ -9,6 +9,8 @@ from prime_hpc.config.sections.sampling import CHANGES, HARMLESS
 
 TOP_CANDIDATES = 20
 """Most log-probabilities of further tokens that a request may ask for."""
+TOP_OF_PROMPT = 4096
+"""The same at each token of a prompt: `trainer.loss.distillation.top_k` may be as many."""
 IGNORED = HARMLESS - {"stop", "ignore_eos", "include_stop_str_in_output", "repetition_detection"} | {
     "skip_special_tokens",
     "output_kind",
@@ -48,7 +50,7 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = Field(None, ge=0, le=TOP_CANDIDATES)
-    prompt_logprobs: int | None = Field(None, ge=0, le=TOP_CANDIDATES)
+    prompt_logprobs: int | None = Field(None, ge=0, le=TOP_OF_PROMPT)
 
     @field_validator("stop", "stop_token_ids", mode="before")
     @classmethod

@@ -33,6 +33,9 @@ NUM_WORKERS = "PRIMEHPC_NUM_WORKERS"
 
 GIB = 1 << 30
 
+MOST_LOGPROBS = 20
+"""Log-probabilities a token that vLLM gives unless it is told otherwise (`--max-logprobs`)."""
+
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM has room; a smaller adapter is padded."""
 MAX_VERSIONS_AT_ONCE = 4
@@ -103,6 +106,9 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "headless": config.headless or None,
         "enable_return_routed_experts": experiment.replays_routers or None,
     }
+    distillation = experiment.trainer.loss.distillation
+    if distillation is not None and distillation.top_k > MOST_LOGPROBS:
+        options["max_logprobs"] = distillation.top_k
     if experiment.weights.transport in NETWORK_TRANSPORTS:
         options["weight_transfer_config"] = {"backend": TRANSFER_ENGINE}
         options["worker_extension_cls"] = RECEIVING_EXTENSION

@@ -97,6 +97,7 @@ class VllmBackend:
         servers = experiment.inference
         if servers is not None:
             yield from not_passed_through(servers.vllm)
+            yield from _names_too_few(experiment, servers.vllm)
             if experiment.trains and experiment.model.lora is None:
                 yield from _cannot_follow(servers.vllm)
         if servers is not None and servers.kv_offload_gib is not None and experiment.device == "cpu":
@@ -330,6 +331,16 @@ def _cannot_speculate(experiment: Experiment) -> Iterator[Refusal]:
             "on a CPU the experts of drafted tokens that were rejected would be recorded, too",
             "leave it out, or inference.vllm.speculative_config",
         )
+
+
+def _names_too_few(experiment: Experiment, extra: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield a limit of log-probabilities a token that is below what distillation asks for."""
+    distillation = experiment.trainer.loss.distillation
+    for key, value in extra.items():
+        is_limit = key.replace("-", "_") == "max_logprobs" and isinstance(value, int)
+        if is_limit and distillation is not None and 0 <= value < distillation.top_k:
+            asked = f"trainer.loss.distillation.top_k = {distillation.top_k} asks for more"
+            yield Refusal(f"inference.vllm.{key}", asked, "leave it out: it is set as needed")
 
 
 def _records_no_experts(config: InferenceConfig) -> Iterator[Refusal]:

@@ -3,15 +3,17 @@
 Differs from vLLM 0.32's own route in five things. Each entry of `logprobs.content` also has `"token": "token_id:N"`,
 which renderers 0.1.12 (verifiers' client side) insists on and vLLM dropped. Tokens of an adapter carry its version.
 Nothing is detokenised that nobody reads. The answer's per-token part is written straight to JSON. And a client may ask
-for log-probabilities as bare numbers (`client.inference.BARE_LOGPROBS`). Without the last, together: 70 instead of
-120 ms of this process's CPU time for 1,000 tokens (24-token completions, 128 at once, 2 cores).
+for log-probabilities as bare or packed numbers (`client.inference.BARE_LOGPROBS`). Without the last, together: 70
+instead of 120 ms of this process's CPU time for 1,000 tokens (24-token completions, 128 at once, 2 cores).
 """
 
+import base64
 import inspect
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
@@ -90,8 +92,10 @@ class PolicyTokens(ServingTokens):
         params.skip_clone = True  # this request's own: vLLM need not copy it deeply
         name, value = BARE_LOGPROBS
         asked = raw_request is not None and raw_request.headers.get(name) == value
-        bare = asked and request.output_mode == "tokens" and params.logprobs == 0 and params.prompt_logprobs is None
-        if bare:
+        plain = asked and request.output_mode == "tokens"
+        bare = plain and params.logprobs == 0 and params.prompt_logprobs is None
+        packs = plain and params.logprobs is None and (params.prompt_logprobs or 0) > 0
+        if bare or packs:
             params.flat_logprobs = True  # lists of numbers, not two objects a token
         _bare.set(bare)
         if self.gathering is not None:
@@ -109,11 +113,14 @@ class PolicyTokens(ServingTokens):
     ) -> Any:
         """Collect the answer as vLLM does; of tokens alone, encode log-probabilities and versions at once."""
         last: RequestOutput | None = None
+        of_prompt: Any = None
 
         async def tap() -> AsyncGenerator[RequestOutput, None]:
-            nonlocal last
+            nonlocal last, of_prompt
             async for output in result_generator:
                 last = output
+                if isinstance(output.prompt_logprobs, FlatLogprobs):
+                    of_prompt, output.prompt_logprobs = output.prompt_logprobs, None
                 yield output
 
         plain = request.output_mode == "tokens"
@@ -128,6 +135,8 @@ class PolicyTokens(ServingTokens):
             return answer
         assert last is not None
         body = answer.model_dump()
+        if of_prompt is not None:
+            body["prompt_logprobs"] = packed_logprobs(of_prompt)
         top = request.sampling_params.logprobs
         for choice, output in zip(body["choices"], last.outputs, strict=True):
             if choice["logprobs"] is not None and output.logprobs is not None:
@@ -152,6 +161,12 @@ def bare_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float] | None
     if not isinstance(logprobs, FlatLogprobs) or logprobs.token_ids != list(token_ids):
         return None
     return [_finite(value) for value in logprobs.logprobs]
+
+
+def packed_logprobs(of_prompt: FlatLogprobs) -> dict[str, str]:
+    """Pack a prompt's log-probabilities as `client.inference.unpack_top` reads them."""
+    arrays = {"token_ids": np.array(of_prompt.token_ids, "<i4"), "logprobs": np.array(of_prompt.logprobs, "<f4")}
+    return {name: base64.b64encode(array.tobytes()).decode() for name, array in arrays.items()}
 
 
 def logprob_rows(

@@ -10,6 +10,10 @@ from prime_hpc.launch.estimate.model_facts import GIB, WIDTH, DeltaLayers, Model
 CONTEXT_GIB = 1.0
 """CUDA context, NCCL's buffers and fragmentation of one trainer process."""
 
+COMPARED_BYTES = 80
+"""Of a teacher's token at a trained one, at the loss's peak: its id and log-probability, in two micro-batches; ids and
+log-probabilities as the head takes and gives them; and what the divergence keeps for its gradient."""
+
 
 def adapter_params(experiment: Experiment, facts: ModelFacts) -> int:
     """Parameters of one adapter of `model.lora`, from the usual projections' shapes; 0 where it is off."""
@@ -49,8 +53,8 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     whole copy of one and its gradient; with `trainer.critic` and a KL penalty's reference their own besides.
     `gathered`: whole blocks in the compute type while they are used. `gradients`: whole ones before they are scattered,
     of a block and of the token tables, or with `no_sync` of the model. `activations`: of one micro-batch. `logits`: of
-    one chunk, and the head's gradient while chunks add to it. `scores`: of attention, for families that keep all of
-    them. `images`: with `model.vision` all that what sees images takes. `context`: CUDA and NCCL.
+    one chunk, and the head's gradient while chunks add to it; what a teacher says. `scores`: of attention, for families
+    that keep all of them. `images`: with `model.vision` all that what sees images takes. `context`: CUDA and NCCL.
     """
     facts = _as_trained(experiment, facts)
     if facts.num_params is None:
@@ -96,6 +100,8 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         "activations": activations,
         "logits": _head_bytes(experiment, facts, tokens, trained=not adapter),
     }
+    if (distillation := trainer.loss.distillation) is not None:
+        parts["logits"] += COMPARED_BYTES * experiment.micro_batch_tokens * distillation.top_k
     if facts.keeps_scores or (facts.caps_scores and experiment.model.attn != "flash"):
         kept_layers = facts.num_layers - recomputed + (1 if recomputed else 0)
         parts["scores"] = _score_bytes(experiment, facts, tokens, kept_layers)

@@ -54,6 +54,9 @@ def _of_loss(experiment: Experiment) -> Iterator[Row]:
         for key, of in (("low", "clip"), ("high", "clip"), ("coef", "kl")):
             used = loss.covariance.type == of
             yield f"trainer.loss.covariance.{key}", used, f"trainer.loss.covariance.type = {of}"
+    if loss.distillation is not None:
+        used = loss.distillation.divergence == "jsd"
+        yield "trainer.loss.distillation.beta", used, "trainer.loss.distillation.divergence = jsd"
     if (critic := experiment.trainer.critic) is not None:
         uses_lam = critic.length_adaptive_alpha is None
         yield "trainer.critic.lam", uses_lam, "runs without trainer.critic.length_adaptive_alpha"
@@ -80,6 +83,9 @@ def _of_advantage(experiment: Experiment) -> Iterator[Row]:
         ("demonstration_text", {"opsd"}),
     ):
         yield f"{key}.{name}", is_own or bool(types & users), f"{key}.type = {' or '.join(sorted(users))}"
+    if types & {"opd", "opsd"}:
+        compares = experiment.trainer.loss.distillation is not None
+        yield f"{key}.max_gap", not compares, "runs without trainer.loss.distillation"
 
 
 def _of_sft(experiment: Experiment) -> Iterator[Row]:

@@ -206,8 +206,8 @@ def learning(subject: Subject) -> Iterator[Finding]:
         yield Finding.warning(
             "PH222",
             "orchestrator.advantage.zero",
-            "a KL penalty, an entropy bonus and imitation are of all groups, also of those without signal, which "
-            "zero = drop leaves out of the batch",
+            "a KL penalty, an entropy bonus, imitation and a teacher's distribution are of all groups, also of those "
+            "without signal, which zero = drop leaves out of the batch",
             "zero = auto",
         )
     advantage = experiment.orchestrator.advantage

@@ -10,6 +10,7 @@ from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
 from prime_hpc.store.child_runs import list_children
+from prime_hpc.store.io.disk import size_text
 
 
 def steps_line(experiment: Experiment) -> str:
@@ -64,7 +65,19 @@ def orchestrator_line(experiment: Experiment) -> str:
     sizes = {orchestrator.group_size(i) for i in range(len(orchestrator.env))} or {orchestrator.rollouts_per_example}
     return (
         f"{own}{experiment.num_prompts} prompts x {' or '.join(map(str, sorted(sizes)))} rollouts a step, "
-        f"{_in_flight(orchestrator)}, environments: {envs}"
+        f"{_in_flight(orchestrator)}, environments: {envs}{_of_teacher(experiment)}"
+    )
+
+
+def _of_teacher(experiment: Experiment) -> str:
+    """Say what a teacher's distributions add to a batch; empty: none are compared with."""
+    distillation = experiment.trainer.loss.distillation
+    if distillation is None:
+        return ""
+    top_k, size = distillation.top_k, distillation.batch_bytes * experiment.orchestrator.batch_size * experiment.seq_len
+    return (
+        f"; the teacher's {top_k} likeliest tokens: {distillation.batch_bytes} bytes a token of the batch, "
+        f"{size_text(size)} a step at most"
     )
 
 

@@ -29,7 +29,9 @@ _FILES = ("orchestrator", "trainer", *ALONE)
 _TAIL_BYTES = 256_000
 _THREADS = 16
 
-_LEAST_IS_BEST = ("loss", "echo_loss", "nll", "perplexity", "kl", "kl_penalty", "reverse_kl", "logprob_diff")
+_LEAST_IS_BEST = (
+    *("loss", "echo_loss", "nll", "perplexity", "kl", "kl_penalty", "reverse_kl", "teacher_divergence", "logprob_diff"),
+)
 """Last parts of names of metrics of which the least is best, where no goal is stated."""
 
 

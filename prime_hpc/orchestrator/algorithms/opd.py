@@ -11,6 +11,9 @@ w = `orchestrator.advantage.reward_weight`, g = `max_gap`.
 The teacher scores the very token ids: it must share the policy's tokenizer (checked before the run where both are on
 disk). Its log-probabilities are those of temperature 1, so the policy must sample at 1 (refused otherwise).
 
+With `trainer.loss.distillation` the loss compares the whole distributions, without the sample's variance, in the place
+of this one token's ratio: A_t = w (r_i - mean(r)) then.
+
 Edge cases: a token that the teacher thinks impossible (engines say -9999) weighs -g. Equal rewards leave the teacher's
 word alone; a group of one has no reward part. Rewards of episodes of several agents are compared role by role. A
 rollout that a limit cut short has tokens as good as any other's: `overlong` applies to it all the same. Algorithms of
@@ -20,7 +23,14 @@ your own get the scores too: a class with `teacher = "model"` and `score_tokens`
 import numpy as np
 
 from prime_hpc.config.sections.advantage import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered, episode_means, score_by_role
+from prime_hpc.orchestrator.algorithms.base import (
+    FloatArray,
+    RewardGroup,
+    centered,
+    episode_means,
+    score_by_role,
+    token_advantages,
+)
 
 
 class Distillation:
@@ -36,7 +46,9 @@ class Distillation:
         return episode_means(group, self._per_trace)
 
     def score_tokens(self, group: RewardGroup, advantages: FloatArray) -> list[list[FloatArray]]:
-        """Return the teacher's part on top, token by token."""
+        """Return the teacher's part on top, token by token; nothing on top where the loss has the teacher's word."""
+        if not group.references:
+            return token_advantages(group, self._per_trace)
         return [
             [
                 self._per_trace[i, sample.trace]

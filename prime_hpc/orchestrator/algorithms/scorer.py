@@ -54,13 +54,14 @@ def any_signal(advantages: FloatArray, tokens: Tokens | None) -> bool:
 class Scorer:
     """One configured algorithm, with whatever it remembers."""
 
-    def __init__(self, config: AdvantageConfig, *, max_tokens: int) -> None:
+    def __init__(self, config: AdvantageConfig, *, max_tokens: int, in_loss: bool = False) -> None:
         """Args:
             max_tokens: `orchestrator.sampling.max_tokens`, the default limit of the soft overlong penalty on a turn.
+            in_loss: the loss has the teacher's word (`trainer.loss.distillation`): the algorithm is not told it.
         Raises ConfigError: the algorithm is unknown or cannot be imported."""
         registered = get_algorithm(config.type)
         self.min_group, self.teacher = registered.min_group, registered.teacher
-        self._config, self._max_tokens = config, max_tokens
+        self._config, self._max_tokens, self._in_loss = config, max_tokens, in_loss
         self._algorithm: Any = registered.build(config)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +93,8 @@ class Scorer:
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept))
         chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
         rewards[scored] -= self._penalties(rewards[scored], chosen, truncated[scored])
-        kept_references = [r for r, use in zip(references, scored, strict=True) if use] if references else ()
+        told = () if self._in_loss else references
+        kept_references = [r for r, use in zip(told, scored, strict=True) if use] if told else ()
         # none of an episode whose reward is the mean of several traces, of which one alone has tokens
         firsts = [next(iter(e.result.samples), None) for e in chosen]
         named = [

@@ -12,8 +12,11 @@ FIRST, OTHERS = "algorithm", "other_algorithms"
 number. Apart, for what an algorithm remembers may have any name, an environment's among them."""
 
 
-def make_scorers(config: OrchestratorConfig) -> list[Scorer]:
+def make_scorers(config: OrchestratorConfig, *, in_loss: bool = False) -> list[Scorer]:
     """Return the scorer of every training environment. Those of one algorithm and one length share it, with its memory.
+
+    Args:
+        in_loss: as `Scorer`'s.
 
     Raises:
         ConfigError: an algorithm is unknown or cannot be imported.
@@ -23,7 +26,7 @@ def make_scorers(config: OrchestratorConfig) -> list[Scorer]:
     found = []
     for source, env in enumerate(config.env):
         advantage, length = config.advantage_of(source), env.sampling.over(config.sampling).max_tokens
-        scorer = made.setdefault((advantage.type, length), Scorer(advantage, max_tokens=length))
+        scorer = made.setdefault((advantage.type, length), Scorer(advantage, max_tokens=length, in_loss=in_loss))
         if scorer.min_group > config.group_size(source):
             raise OrchestratorError(
                 f"orchestrator.env.{source} ({env.label}): {advantage.type} needs {scorer.min_group} or more "

@@ -19,7 +19,8 @@ import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
-from prime_hpc.client.inference import InferenceClient, InferenceError
+from prime_hpc.client.inference import InferenceClient, InferenceError, TopTokens
+from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms.scorer import References
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode
@@ -35,8 +36,8 @@ _OF_THE_SEQUENCE = (400, 413, 422)
 _NUM_SHOWN = 16
 """Tasks of each environment whose demonstrations are measured beforehand."""
 
-Score = NDArray[np.float32] | str
-"""float32[L], or why there is none."""
+Score = tuple[NDArray[np.float32], TopTokens | None] | str
+"""float32[L] and the teacher's likeliest tokens, where these are asked for; or why there is none."""
 Prefix = Callable[[int, int], Sequence[int]]
 """(source, task) -> tokens that the teacher sees before the sample's own."""
 
@@ -52,15 +53,17 @@ class Teacher:
         deadline_s: float,
         max_concurrent: int,
         prefix: Prefix | None = None,
+        top_k: int = 0,
     ) -> None:
         """Args:
         name: under which these serve it.
         deadline_s: for one sequence, all tries together.
         max_concurrent: sequences asked for at once.
         prefix: what it sees beforehand; None: nothing.
+        top_k: its likeliest tokens at every trained place are asked for, too, and become arrays of the samples.
         """
         self._clients, self._name, self._deadline_s = list(clients), name, deadline_s
-        self._prefix, self._room, self._turn = prefix, asyncio.Semaphore(max_concurrent), 0
+        self._prefix, self._room, self._turn, self._top_k = prefix, asyncio.Semaphore(max_concurrent), 0, top_k
         self._pending: WeakKeyDictionary[Group, dict[int, list[asyncio.Task[Score]]]]
         self._pending = WeakKeyDictionary()
         self._length_limit: int | None = None
@@ -101,6 +104,23 @@ class Teacher:
                     f"orchestrator.teacher: {client.base_url} takes {room} tokens; scoring samples of seq_len = "
                     f"{longest} needs a max_model_len of {longest + 1} or more there"
                 )
+            await self._check_top(client)
+
+    async def _check_top(self, client: InferenceClient) -> None:
+        """Ask once for as many log-probabilities a token as will be asked for.
+        Raises OrchestratorError: the server has a lower limit."""
+        if not self._top_k:
+            return
+        try:
+            await client.score_top([0, 1], self._name, self._top_k, [False, True])
+        except InferenceError as error:
+            if error.status not in _OF_THE_SEQUENCE:
+                return  # it is brought back, or named by the first score
+            raise OrchestratorError(
+                f"trainer.loss.distillation.top_k = {self._top_k}: {client.base_url} gives fewer log-probabilities a "
+                f"token: start it with --max-logprobs {self._top_k} (prime-hpc's own `inference` with "
+                f"--inference.vllm.max_logprobs {self._top_k}), or lower top_k. Its words: {error}"
+            ) from error
 
     async def check_room(self, longest: int, num_tasks: Sequence[int | None]) -> None:
         """Of the policy as its own teacher, once its servers answer: is there room for what it is shown?
@@ -116,6 +136,7 @@ class Teacher:
         assert self._prefix is not None
         limits: list[int] = []
         for client in self._clients:
+            await self._check_top(client)
             try:
                 served = await client.model_lengths()
             except InferenceError:
@@ -144,7 +165,7 @@ class Teacher:
             if length > limit:
                 return _unusable(episode, f"the teacher takes {limit} tokens, not the {length} of a score")
         self._pending.setdefault(group, {})[index] = [
-            asyncio.create_task(self._score(group.prompt, sample.token_ids), name="teacher") for sample in samples
+            asyncio.create_task(self._score(group.prompt, sample), name="teacher") for sample in samples
         ]
         return episode
 
@@ -155,7 +176,8 @@ class Teacher:
 
     async def collect(self, groups: Sequence[Group]) -> list[References]:
         """For each group, for its usable episodes in order, float32[L] of each sample; nothing for a group without
-        tokens. An episode that a server refuses to score becomes unusable.
+        tokens. An episode that a server refuses to score becomes unusable. The teacher's likeliest tokens, where they
+        are asked for, go into the groups' samples.
 
         Raises:
             OrchestratorError: no server answered in time, or none of the episodes could be scored; says why.
@@ -173,8 +195,11 @@ class Teacher:
                 if wrong:
                     refused += wrong[:1]
                     group.slots[i] = _unusable(slot, wrong[0])
-                else:
-                    rows.append([score for score in scores if not isinstance(score, str)])
+                    continue
+                known = [score for score in scores if not isinstance(score, str)]
+                rows.append([own for own, _ in known])
+                if self._top_k:
+                    group.slots[i] = _with_top(slot, [top for _, top in known])
             found.append(rows if group.has_tokens else [])
         if refused:
             if not any(found):
@@ -192,16 +217,21 @@ class Teacher:
             for client in self._clients:
                 await client.close()
 
-    async def _score(self, prompt: Prompt, token_ids: NDArray[np.int32]) -> Score:
+    async def _score(self, prompt: Prompt, sample: Sample) -> Score:
         before = np.asarray(self._prefix(prompt.source, prompt.task) if self._prefix else [], np.int32)
-        sequence, tries = np.concatenate([before, token_ids]), 0
+        sequence, tries = np.concatenate([before, sample.token_ids]), 0
+        wanted, top = np.concatenate([np.zeros(len(before), bool), sample.loss_mask]), None
+        wanted[len(before)] = False  # nothing predicts it in the sample itself
         async with self._room:
             end = loop_time() + self._deadline_s
             while True:
                 client = self._clients[self._turn % len(self._clients)]
                 self._turn += 1
                 try:
-                    scores = await client.score(sequence, self._name)
+                    if self._top_k:
+                        scores, top = await client.score_top(sequence, self._name, self._top_k, wanted)
+                    else:
+                        scores = await client.score(sequence, self._name)
                 except InferenceError as error:
                     pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
                     final = error.status is not None and error.status < 500 and error.status not in _WORTH_ANOTHER_TRY
@@ -219,8 +249,22 @@ class Teacher:
                     await asyncio.sleep(pause)
                 else:
                     own = scores[len(before) :].copy()
-                    own[0] = 0.0  # nothing predicts it in the sample itself
-                    return own
+                    own[0] = 0.0
+                    return own, top
+
+
+def _with_top(episode: Episode, tops: Sequence[TopTokens | None]) -> Episode:
+    """Return the same episode whose samples have the teacher's likeliest tokens, without those of what it was shown."""
+    samples = [
+        sample if top is None else _taught(sample, top)
+        for sample, top in zip(episode.result.samples, tops, strict=True)
+    ]
+    return replace(episode, result=replace(episode.result, samples=samples))
+
+
+def _taught(sample: Sample, top: TopTokens) -> Sample:
+    first = len(top.ids) - sample.num_tokens
+    return replace(sample, teacher_ids=top.ids[first:], teacher_logprobs=top.logprobs[first:])
 
 
 def _unusable(episode: Episode, reason: str) -> Episode:

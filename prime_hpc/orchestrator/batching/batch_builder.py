@@ -73,8 +73,9 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """True if any of its tokens has an advantage."""
-        return any_signal(self.advantages, self.tokens)
+        """True if any of its tokens has an advantage, or a teacher's distribution to be compared with."""
+        taught = any(sample.teacher_ids is not None for e in self.episodes for sample in e.result.samples)
+        return taught or any_signal(self.advantages, self.tokens)
 
 
 def sample_id(position: int, episode: int) -> int:

@@ -30,6 +30,7 @@ from prime_hpc.envs.samples import ARRAYS, EpisodeResult, EpisodeState, Sample
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.store.batch.images import ImageTable, images_of
+from prime_hpc.store.batch.rank_batch import OF_TEACHER
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
@@ -262,7 +263,7 @@ def _joined(samples: Sequence[Sample], name: str) -> np.ndarray:
 def _row(result: EpisodeResult, table: ImageTable) -> dict[str, Any]:
     """Plain JSON of a result; its samples without their arrays, their images as numbers of the table's."""
     row = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "samples"}
-    names = [field.name for field in fields(Sample) if field.name not in (*ARRAYS, _ROUTED)]
+    names = [field.name for field in fields(Sample) if field.name not in (*ARRAYS, *OF_TEACHER, _ROUTED)]
     samples = [{name: getattr(s, name) for name in names} | {"length": s.num_tokens} for s in result.samples]
     for sample in samples:
         sample["image_data"] = [table.number(image) for image in sample["image_data"]]

@@ -22,6 +22,8 @@ NOT_SAMPLED = -1
 """Value of `RankBatch.versions` for tokens that no policy sampled (prompt, tool output)."""
 TRUNCATION = ("top_ps", "top_ks", "min_ps")
 """Fields that say which tokens were sampled from."""
+OF_TEACHER = ("teacher_ids", "teacher_logprobs")
+"""Fields that hold a teacher's likeliest tokens."""
 
 _LAG_NONE = np.iinfo(np.uint16).max  # on disk: lag to the file's newest version; this value says "not sampled"
 _ST_NAMES = {"F64": np.float64, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U16": np.uint16, "U8": np.uint8}
@@ -50,13 +52,13 @@ class FieldSpec:
     filler: float = 0
     """Value of the token, or sequence, that an empty micro-batch computes on."""
     trailing: int = 0
-    """Dimensions behind the first one. The largest number stands for an entry that is not known."""
+    """Dimensions behind the first one. The largest integer stands for an entry that is not known."""
     narrow: type[np.generic] | None = None
     """The type that it may have as well."""
 
     def stand_in(self, length: int, like: npt.NDArray[Any], value: float) -> npt.NDArray[Any]:
         """Return `length` entries of a value, or of nothing known, in the type and shape of `like`'s."""
-        filler = np.iinfo(like.dtype).max if self.trailing else value
+        filler = np.iinfo(like.dtype).max if self.trailing and like.dtype.kind in "iu" else value
         return np.full((length, *like.shape[1:]), filler, like.dtype)
 
 
@@ -140,6 +142,14 @@ class RankBatch:
     )
     """[T, layers, k] the experts to which the engine sent each token in each layer of the model (anything in a layer
     that has none), uint8 where there are 256 at most; the largest number where nothing was recorded."""
+    teacher_ids: npt.NDArray[np.int32] | None = field(
+        default=None, metadata=_spec("token", np.int32, trailing=1, least=0, together="teacher")
+    )
+    """[T, k] the teacher's likeliest tokens where the token is trained; the largest number elsewhere."""
+    teacher_logprobs: npt.NDArray[np.float32] | None = field(
+        default=None, metadata=_spec("token", np.float32, trailing=1, together="teacher")
+    )
+    """[T, k] their log-probabilities under the teacher, at temperature 1."""
     images: npt.NDArray[np.int32] | None = field(
         default=None, metadata=_spec("token", np.int32, absent=0, least=0, together="images")
     )

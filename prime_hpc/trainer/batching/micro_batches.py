@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.config.sections.trainer import DistillationConfig, FakeDataConfig
 from prime_hpc.store.batch.images import ImageTable
-from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, TRUNCATION, RankBatch, select_micro_batches
+from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, OF_TEACHER, SPECS, TRUNCATION, RankBatch, select_micro_batches
 from prime_hpc.store.batch.rank_files import read_rank_batches
 from prime_hpc.store.batch.shared_prefixes import token_keys
 from prime_hpc.store.io import files
@@ -101,6 +101,12 @@ class MicroBatch:
     its own choice counts; None: everywhere."""
     images: MicroBatchImages | None = None
     """Of the computed tokens; None: there are none."""
+    teacher_ids: torch.Tensor | None = None
+    """int32[N, k], the teacher's likeliest tokens at each target; None: it named none."""
+    teacher_logprobs: torch.Tensor | None = None
+    """float32[N, k], their log-probabilities under the teacher."""
+    listed_logprobs: torch.Tensor | None = None
+    """float32[N, k], the same under the policy, differentiable, once the train step has computed them."""
 
     @property
     def num_targets(self) -> int:
@@ -118,6 +124,9 @@ _SEEN_BY_OBJECTIVES = (
     "old_logprobs",
     "high_entropy",
     "high_covariance",
+    "teacher_ids",
+    "teacher_logprobs",
+    "listed_logprobs",
 )
 """Fields of `MicroBatch` with a value a target that objectives look at."""
 
@@ -186,7 +195,8 @@ def make_micro_batch(
     def tensor(array: NDArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
 
-    sampled_from: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in truncation.items()}
+    given = truncation | {name: of[at] for name in OF_TEACHER if (of := getattr(part, name)) is not None}
+    more: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
     micro = MicroBatch(
         input_ids=tensor(rows.ids).view(rows.num_rows, -1),
         position_ids=tensor(places).view(*places.shape[:-1], rows.num_rows, -1),
@@ -208,7 +218,7 @@ def make_micro_batch(
         trained_of_sequence=None if ce is None else tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)),
         routed=None if part.routed is None else tensor(_choices(part.routed, rows.source)),
         images=images,
-        **sampled_from,
+        **more,
     )
     return to_device(micro, torch.device(device), stream)
 
@@ -433,6 +443,16 @@ def _image_arrays(
     ]
     content, offsets = table.arrays()
     return {"images": np.concatenate(numbers), "image_bytes": content, "image_offsets": offsets}
+
+
+def with_fake_teacher(batch: RankBatch, vocab_size: int, distillation: DistillationConfig | None) -> RankBatch:
+    """Return the batch with a teacher that finds some tokens, the same everywhere, equally likely; as it is where no
+    teacher is compared with."""
+    if distillation is None:
+        return batch
+    top_k = min(distillation.top_k, vocab_size)
+    ids = np.tile(np.arange(top_k, dtype=np.int32), (batch.num_tokens, 1))
+    return replace(batch, teacher_ids=ids, teacher_logprobs=np.full(ids.shape, -np.log(2 * top_k), np.float32))
 
 
 def fake_batch(config: FakeDataConfig, vocab_size: int, seed: int, step: int, rank: int, world_size: int) -> RankBatch:

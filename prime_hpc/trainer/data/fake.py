@@ -17,7 +17,7 @@ from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.observe.bench import read_report
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout
-from prime_hpc.trainer.batching.micro_batches import build_rank_batch, fake_batch
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch, fake_batch, with_fake_teacher
 from prime_hpc.trainer.trainer import Trainer
 
 LOOK_S = 0.5
@@ -63,19 +63,23 @@ def fake_source(trainer: Trainer) -> FakeSource | None:
     experiment = trainer.experiment
     bench, config = experiment.trainer.bench, experiment.trainer.data.fake
     (part, num_parts), seed, vocab = trainer.part, experiment.seed, trainer.vocab_size
+    distillation, number = experiment.trainer.loss.distillation, experiment.trainer.num_mini_batches
     if config is None and not bench:
         return None
+
+    def finished(batch: RankBatch) -> RankBatch:
+        return _dealt(with_fake_teacher(batch, vocab, distillation), number)
+
     if config is None and experiment.orchestrator.bench:
         shapes = _await_shapes(trainer)
         if not shapes:  # told to stop while it waited: the loop sees that before it asks for a batch
             return lambda step: RankBatch.empty(1)
         own = shapes[part % len(shapes)]
         trainer.bench_setting["data"] = f"shaped like the orchestrator's batch: {len(own.lengths)} sequences a rank"
-        return lambda step: _dealt(own.batch(vocab, seed, step, part), experiment.trainer.num_mini_batches)
+        return lambda step: finished(own.batch(vocab, seed, step, part))
     shape = config or default_fake(experiment)
     trainer.bench_setting["data"] = f"fake, {shape.batch_size} x {shape.seq_len} tokens, {shape.length} length"
-    number = experiment.trainer.num_mini_batches
-    return lambda step: _dealt(fake_batch(shape, vocab, seed, step, part, num_parts), number)
+    return lambda step: finished(fake_batch(shape, vocab, seed, step, part, num_parts))
 
 
 def _dealt(batch: RankBatch, number: int) -> RankBatch:

@@ -78,9 +78,14 @@ class Policy(nn.Module):
         """True of a reward model: it answers with the scores of tokens, which a scalar head gives."""
         return self.reward_config is not None
 
-    def forward(self, batch: MicroBatch, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, batch: MicroBatch, with_entropy: bool = False, with_teacher: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities (float32 `[N]`) and entropies (`[N]` or `[0]`) of the N targets of one packed row; of a
-        reward model the scores of the tokens that `target_index` names."""
+        reward model the scores of the tokens that `target_index` names.
+
+        With `with_teacher` log-probabilities are `[N, 1 + k]`: behind each target's those of the micro-batch's
+        `teacher_ids`, -inf for a token that the model does not have."""
         # Llama 4 names it differently
         body = self.hf.base_model if self.hf.base_model is not self.hf else self.hf.model
         if batch.images is None:
@@ -97,10 +102,13 @@ class Policy(nn.Module):
             logprobs = hidden.float() @ score_head.weight_of(head)
             entropy = logprobs.new_zeros(0)
         else:
+            targets, unknown = batch.targets[batch.own], None
+            if with_teacher:
+                targets, unknown = _with_teachers(batch, weight.shape[0] * (1 if tp is None else tp.size()))
             logprobs, entropy = token_logprobs(
                 hidden,
                 weight,
-                batch.targets[batch.own],
+                targets,
                 batch.temperatures[batch.own],
                 bias=local(head.bias),
                 logit_scale=self._logit_scale,
@@ -112,6 +120,7 @@ class Policy(nn.Module):
                 fused=self.fused_head,
                 shard=None if tp is None else VocabShard(tp, tp.get_local_rank() * weight.shape[0]),
             )
+            logprobs = logprobs if unknown is None else logprobs.masked_fill(unknown, -torch.inf)
         if cp is None:
             return logprobs, entropy
         logprobs = gather_targets(logprobs, batch.own, batch.num_targets, cp)
@@ -136,6 +145,15 @@ class Policy(nn.Module):
 def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+def _with_teachers(batch: MicroBatch, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the targets that this rank computes, each with its teacher's likeliest tokens, int64 `[n, 1 + k]`, and
+    which of these the model does not have, bool `[n, 1 + k]`: the target stands for them."""
+    assert batch.teacher_ids is not None, "a micro-batch without a teacher's tokens"
+    targets, listed = batch.targets[batch.own, None], batch.teacher_ids[batch.own]
+    unknown = torch.cat([torch.zeros_like(targets, dtype=torch.bool), listed >= vocab_size], dim=1)
+    return torch.where(unknown, targets, torch.cat([targets, listed], dim=1)), unknown
 
 
 def _truncation(batch: MicroBatch) -> Truncation | None:

@@ -1,8 +1,8 @@
 """One micro-batch's RL loss: the configured objective, its correction, its KL penalty, and what the log shows.
 
-loss = sum_t w_t ( c_t l_t + coef KL_t ), c_t the correction's factor, 0 where off-policy masking leaves t out, t is not
-of high entropy, or Clip-Cov cuts it. `covariance.py` has KL-Cov's penalty, `entropy.py` the bonus for entropy, which
-are added.
+loss = sum_t w_t ( c_t l_t + coef KL_t + coef D_t ), c_t the correction's factor, 0 where off-policy masking leaves t
+out, t is not of high entropy, or Clip-Cov cuts it; D_t the divergence to the teacher (`distillation.py`).
+`covariance.py` has KL-Cov's penalty, `entropy.py` the bonus for entropy, which are added.
 """
 
 import torch
@@ -13,6 +13,7 @@ from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, LossStats, Targets, get_objective
 from prime_hpc.trainer.objectives.correction import correction_factor, off_policy
 from prime_hpc.trainer.objectives.covariance import bounded
+from prime_hpc.trainer.objectives.distillation import teacher_divergence
 from prime_hpc.trainer.objectives.kl import kl_estimate
 
 
@@ -41,10 +42,12 @@ def rl_loss(
     Returns:
         the loss and its statistics over targets: see `mismatch_stats`; `clipped` (by the objective; `clipped_high`,
         `clipped_low`: those whose ratio is above 1, and below), `corrected` (by the correction), `off_policy_masked`,
-        `low_entropy_masked`, `high_covariance` (cut, or penalised), `kl_penalty` (the estimate, without coef).
+        `low_entropy_masked`, `high_covariance` (cut, or penalised), `kl_penalty` (the estimate, without coef),
+        `teacher_divergence` (likewise), `teacher_mass` (the teacher's probability of the tokens that are compared).
 
     Raises:
-        ConfigError: a KL to the reference is asked for, but the micro-batch has no reference log-probabilities.
+        ConfigError: a KL to the reference is asked for, but the micro-batch has no reference log-probabilities; or a
+            divergence to the teacher, and it has nothing of a teacher.
     """
     objective, behaviour = get_objective(config.type), micro.behaviour_logprobs
     targets = Targets(
@@ -83,6 +86,10 @@ def rl_loss(
         stats.sums["kl_penalty"] = penalty.detach().sum()
         if config.kl.coef > 0:
             per_target = per_target + config.kl.coef * penalty
+    if config.distillation is not None:
+        divergence, mass = teacher_divergence(config.distillation, micro)
+        stats.sums["teacher_divergence"], stats.sums["teacher_mass"] = divergence.detach().sum(), mass.sum()
+        per_target = per_target + config.distillation.coef * divergence
     return (weights * per_target).sum(), stats
 
 

@@ -71,7 +71,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, own: slice, num: int, mesh: DeviceMesh) -> torch.Tensor:
         ctx.own = own
-        whole = x.new_zeros(num)
+        whole = x.new_zeros((num, *x.shape[1:]))
         whole[own] = x
         dist.all_reduce(whole, group=mesh.get_group())  # every element is on one rank: nothing is rounded
         return whole
@@ -82,12 +82,12 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_targets(x: torch.Tensor, own: slice, num: int, mesh: DeviceMesh) -> torch.Tensor:
-    """`[num]`, all ranks' values of the row's targets; gradients flow back to this rank's own.
+    """`[num, ...]`, all ranks' values of the row's targets; gradients flow back to this rank's own.
 
     What is computed from them is computed alike on all ranks, each of which goes on with its share of the gradient.
 
     Args:
-        x: float32 `[len(own)]`.
+        x: float32 `[len(own), ...]`.
         own: this rank's targets.
         num: targets of the row.
     """

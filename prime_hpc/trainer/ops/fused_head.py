@@ -109,6 +109,28 @@ def make_gradient(
         )
 
 
+def add_listed(
+    delta: torch.Tensor,
+    tokens: torch.Tensor,
+    at_tokens: torch.Tensor,
+    of_all: torch.Tensor,
+) -> None:
+    """Put the gradient at the target and at further tokens into `delta`, `[n, V]`, in place.
+
+    It is computed in float32 and rounded once, as the kernel's is: near its teacher's probability a token's is a small
+    difference of two, of which half precision would leave nothing.
+
+    Args:
+        tokens: int64 `[n, m]`, the target, then the others; one may be the target, or the target stand for none.
+        at_tokens: float32 `[n, m]`, the gradient that reaches each one's own logit.
+        of_all: float32 `[n, m]`, the gradient that reaches it as it does those of all tokens.
+    """
+    exact, same = at_tokens + of_all, tokens[:, 1:] == tokens[:, :1]
+    exact[:, 0] += torch.where(same, at_tokens[:, 1:], 0).sum(dim=1)
+    delta.scatter_(1, tokens[:, 1:], exact[:, 1:].to(delta.dtype))
+    delta.scatter_(1, tokens[:, :1], exact[:, :1].to(delta.dtype))  # the last word where one of them is the target
+
+
 class FusedTokenLogprobs(torch.autograd.Function):
     """As `logprobs._TokenLogprobs`, of a whole half-precision head with nothing added to its logits."""
 
@@ -121,28 +143,36 @@ class FusedTokenLogprobs(torch.autograd.Function):
         scale: torch.Tensor,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies, float32 `[N]` each, of `N` targets."""
-        num = hidden.shape[0]
+        """Log-probabilities of targets `[N]` or `[N, m]`, float32 of their shape, and entropies, float32 `[N]`."""
+        num, listed = hidden.shape[0], targets.ndim > 1
         # three tensors, no views of one: FSDP hangs its hooks on what the model returns, and warns of views
-        logprobs, log_sums, entropy = (torch.empty(num, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        shapes = targets.shape, (num,), (num,)
+        logprobs, log_sums, entropy = (torch.empty(n, dtype=torch.float32, device=hidden.device) for n in shapes)
         buffer = hidden.new_empty((min(num, chunk_tokens), weight.shape[0]))
         for start in range(0, num, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, num))
             logits = torch.mm(hidden[part], weight.T, out=buffer[: part.stop - start])
-            logprobs[part], log_sums[part], entropy[part] = row_statistics(logits, targets[part], scale[part])
+            column = targets[part, 0].contiguous() if listed else targets[part]
+            values, log_sums[part], entropy[part] = row_statistics(logits, column, scale[part])
+            if listed:
+                values = logits.gather(1, targets[part]).float() * scale[part, None] - log_sums[part, None]
+            logprobs[part] = values
         ctx.kept = buffer if num <= chunk_tokens else None
         ctx.chunk_tokens = chunk_tokens
-        ctx.save_for_backward(hidden, weight, targets, scale, log_sums, entropy)
+        ctx.save_for_backward(hidden, weight, targets, scale, log_sums, entropy, *([logprobs] if listed else []))
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         """Gradients of hidden states and head, of those of log-probabilities and entropies."""
-        hidden, weight, targets, scale, log_sums, entropy = ctx.saved_tensors
+        hidden, weight, targets, scale, log_sums, entropy, *listed = ctx.saved_tensors
         num, chunk, kept = hidden.shape[0], ctx.chunk_tokens, ctx.kept
         ctx.kept = None
-        grad_hidden, rows = torch.empty_like(hidden), scale * (torch.zeros_like(scale) if grad is None else grad)
+        grad_hidden, at_tokens = torch.empty_like(hidden), torch.zeros_like(targets, dtype=torch.float32)
+        if grad is not None:
+            at_tokens = grad * (scale[:, None] if listed else scale)
+        rows, columns = (at_tokens.sum(1), targets[:, 0].contiguous()) if listed else (at_tokens, targets)
         entropy_rows = None if grad_entropy is None else grad_entropy * scale
         trains_weight = ctx.needs_input_grad[1]
         in_parts = trains_weight and kept is None
@@ -154,7 +184,13 @@ class FusedTokenLogprobs(torch.autograd.Function):
             if kept is None:
                 torch.mm(hidden[part], weight.T, out=delta)
             more = None if entropy_rows is None else entropy_rows[part]
-            make_gradient(delta, targets[part], scale[part], log_sums[part], rows[part], entropy[part], more)
+            make_gradient(delta, columns[part], scale[part], log_sums[part], rows[part], entropy[part], more)
+            if listed:
+                known = listed[0][part]
+                of_all = known.exp() * rows[part, None]
+                if more is not None:
+                    of_all += known.exp() * (known + entropy[part, None]) * more[:, None]
+                add_listed(delta, targets[part], at_tokens[part], -of_all)
             torch.mm(delta, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight.add_(delta.T @ hidden[part])

@@ -93,8 +93,14 @@ def _softmax_sums(
     return sums, moments
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return `[N]` as `[N, 1]`, `[N, m]` as it is."""
+    return x[:, None] if x.ndim == 1 else x
+
+
 def _columns(targets: torch.Tensor, width: int, shard: VocabShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits' column of each target (any, where another rank has it), and whether this rank has it."""
+    """Return the logits' column of each of `[N, m]` targets (any, where another rank has it), and whether this rank has
+    it."""
     if shard is None:
         return targets, targets.new_ones(0, dtype=torch.bool)
     column = targets - shard.first
@@ -146,34 +152,35 @@ class _TokenLogprobs(torch.autograd.Function):
         exact: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num = hidden.shape[0]
-        logprobs = torch.empty(num, dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros(num if with_entropy else 0, dtype=torch.float32, device=hidden.device)
-        log_sums = torch.empty_like(logprobs)
-        column, own = _columns(targets, weight.shape[0], shard)
+        log_sums = logprobs.new_empty(num)
+        column, own = _columns(wide(targets), weight.shape[0], shard)
         keep = num <= chunk_tokens and softcap is None
         ctx.kept = None
-        ctx.cut = None if truncation is None else Cut(torch.empty_like(logprobs), torch.empty_like(logprobs))
+        ctx.cut = None if truncation is None else Cut(torch.empty_like(log_sums), torch.empty_like(log_sums))
         buffer = logprobs.new_empty((min(num, chunk_tokens), weight.shape[0]))
         for start in range(0, num, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, num))
             logits = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], softcap, exact)
             if truncation is not None:
                 cut = find_cut(logits, truncation.part(part), shard)
-                apply_cut(logits, cut, column[part], None if shard is None else own[part])
+                apply_cut(logits, cut, column[part, 0], None if shard is None else own[part, 0])
                 ctx.cut.least[part], ctx.cut.share[part] = cut
-            at_target = logits.gather(1, column[part, None])[:, 0]
+            at_target = logits.gather(1, column[part])
             top = logits.amax(dim=1)
             if shard is not None:
                 top = shard.maximum(top)
             sums, moments = _softmax_sums(logits, top, with_entropy=with_entropy, keep=keep)
             if shard is not None:
                 at_target = torch.where(own[part], at_target, 0)
-                sums, moments, at_target = shard.total(torch.stack([sums, moments, at_target]))
+                both = shard.total(torch.cat([sums[:, None], moments[:, None], at_target], dim=1))
+                sums, moments, at_target = both[:, 0], both[:, 1], both[:, 2:]
             log_sum = sums.log()
             if with_entropy:
                 entropy[part] = log_sum - moments / sums
             log_sums[part] = log_sum + top
-            logprobs[part] = at_target - log_sums[part]
+            wide(logprobs)[part] = at_target - log_sums[part, None]
             if keep:
                 ctx.kept = (logits, sums)
         ctx.save_for_backward(hidden, weight, column, own, scale, log_sums, entropy, *(() if bias is None else (bias,)))
@@ -184,7 +191,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, column, own, scale, log_sums, entropy, *rest = ctx.saved_tensors
-        grad = torch.zeros_like(log_sums) if grad is None else grad
+        grad = log_sums.new_zeros(column.shape) if grad is None else wide(grad)
         bias = rest[0] if rest else None
         num, chunk = hidden.shape[0], ctx.chunk_tokens
         grad_hidden = torch.empty_like(hidden)
@@ -195,7 +202,8 @@ class _TokenLogprobs(torch.autograd.Function):
         buffer = grad.new_empty((min(num, chunk), weight.shape[0])) if ctx.kept is None else None
         for start in range(0, num, chunk):
             part = slice(start, min(start + chunk, num))
-            rows = grad[part] * scale[part]  # the gradient that reaches the logits before scale
+            at_target = grad[part] * scale[part, None]  # the gradient that reaches the logits before scale
+            rows = at_target.sum(dim=1)
             entropy_rows = None if grad_entropy is None else grad_entropy[part] * scale[part]
             if buffer is None:
                 delta, sums = ctx.kept
@@ -211,10 +219,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 slope = None if ctx.softcap is None else 1 - (delta / (scale[part, None] * ctx.softcap)).square()
                 if ctx.cut is not None:
                     cut = Cut(ctx.cut.least[part], ctx.cut.share[part])
-                    apply_cut(delta, cut, column[part], None if ctx.shard is None else own[part])
+                    apply_cut(delta, cut, column[part, 0], None if ctx.shard is None else own[part, 0])
                 delta.sub_(log_sums[part, None]).exp_()
                 _scale_probabilities(delta, rows, entropy_rows, entropy[part])
-            delta.scatter_add_(1, column[part, None], (rows if ctx.shard is None else rows * own[part])[:, None])
+            at_target = at_target if ctx.shard is None else at_target * own[part]
+            delta.scatter_add_(1, column[part, :1], at_target[:, :1])
+            if column.shape[1] > 1:  # apart: the target may be among them, and a GPU adds up in any order
+                delta.scatter_add_(1, column[part, 1:], at_target[:, 1:])
             if ctx.softcap is not None:
                 delta.mul_(slope)
             if grad_bias is not None:
@@ -257,7 +268,7 @@ def token_logprobs(
     Args:
         hidden: `[N, D]` final hidden states, one for each target.
         weight: `[V, D]` LM head, or this rank's rows of it.
-        targets: int64 `[N]`.
+        targets: int64 `[N]`, or `[N, m]`: the target and m - 1 further tokens, each at most once.
         temperatures: float32 `[N]`; 0 (greedy sampling) counts as 1.
         bias: `[V]` or None.
         logit_scale: constant factor of the model's logits.
@@ -271,8 +282,8 @@ def token_logprobs(
             bias, cap or truncation.
 
     Returns:
-        float32 `[N]` log-probabilities; float32 `[N]` entropies in nats (`[0]` without `with_entropy`). Both are
-        differentiable in hidden, weight and bias.
+        float32 log-probabilities of the targets' shape; float32 `[N]` entropies in nats (`[0]` without `with_entropy`).
+        Both are differentiable in hidden, weight and bias.
     """
     scale = logit_scale / torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
     if softcap is not None:  # the model scales before it caps; the temperature divides after

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.trainer.batching.micro_batches import as_pairs, fake_batch
+from prime_hpc.trainer.batching.micro_batches import as_pairs, fake_batch, with_fake_teacher
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
@@ -135,7 +135,9 @@ def full_batch(experiment: Experiment, policy: Policy, num_micro_batches: int) -
     else:
         rows = max(1, experiment.micro_batch_tokens // longest // sides) * sides
     shape = FakeDataConfig(batch_size=num_micro_batches * rows, seq_len=longest, micro_batch_size=rows)
-    batch = fake_batch(shape, policy.hf.config.get_text_config().vocab_size, 0, 1, 0, 1)
+    vocab_size = policy.hf.config.get_text_config().vocab_size
+    batch = fake_batch(shape, vocab_size, 0, 1, 0, 1)
+    batch = with_fake_teacher(batch, vocab_size, experiment.trainer.loss.distillation)
     if sides > 1:
         batch = as_pairs(batch, scores=policy.scores)
     images = policy.image_inputs
