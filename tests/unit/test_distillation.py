@@ -19,6 +19,7 @@ from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.inference.vllm.args import build_argv
+from prime_hpc.launch.checks import _distillation, read_vocabulary
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.teacher import Teacher
 from prime_hpc.orchestrator.batching.batch_builder import build_ranks, score_groups, train_samples, zero_groups
@@ -240,6 +241,20 @@ ENV = [{"id": "reverse-text"}]
 def test_what_does_not_fit_is_refused(tree: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         Experiment.model_validate(LOSS | tree)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "opsd"])
+def test_more_tokens_than_there_are_are_refused_whoever_the_teacher_is(kind: str, tmp_path: Path) -> None:
+    known = len(read_vocabulary(str(make_tiny_model(tmp_path))) or ())
+
+    def problems(top_k: int) -> list[str]:
+        tree = {"model": {"name": str(tmp_path)}, "trainer": {"loss": {"distillation": {"top_k": top_k}}}}
+        teacher = {} if kind == "opsd" else {"teacher": TEACHER}
+        exp = Experiment.model_validate(tree | {"orchestrator": {"advantage": {"type": kind}, **teacher}})
+        return [problem.message for problem in _distillation(exp)]
+
+    assert problems(known) == []
+    assert problems(known + 1) == [f"{known + 1} tokens of a vocabulary of {known}: {known} at most"]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "opd", "opsd", "sft"])
