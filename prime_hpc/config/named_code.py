@@ -6,7 +6,9 @@ config, lint and the other rooms must know without importing it. To add one, wri
 user's own is named by its import path.
 """
 
-from collections.abc import Collection
+import inspect
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -138,3 +140,13 @@ def import_object(name: str, key: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{name!r} is a {type(found).__name__}, not a function or class", key)
     return found
+
+
+def signature_of(function: Callable[..., Any], follow_wrapped: bool = True) -> inspect.Signature:
+    """Return the parameters of a function as `inspect.signature` does, whatever names its annotations hold: Python 3.14
+    evaluates them when asked, and what is imported for type checkers alone is not there."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function, follow_wrapped=follow_wrapped)

@@ -12,6 +12,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.config.named_code import signature_of
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.messages import (
     ChatMessage,
@@ -25,7 +26,6 @@ from prime_hpc.envs.legacy.messages import (
 )
 from prime_hpc.envs.legacy.parsers import Parser
 from prime_hpc.envs.legacy.rubrics import Rubric, RubricGroup
-from prime_hpc.envs.rows.reward_calls import signature_of
 
 OWN_LOOPS = ("rollout", "get_model_response", "generate", "run_rollout", "run_group")
 """Methods that ask the model; overridden, they would do it without us."""

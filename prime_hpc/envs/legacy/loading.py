@@ -16,11 +16,11 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.config.named_code import signature_of
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.legacy.environments import EnvGroup, Environment, MultiTurnEnv
 from prime_hpc.envs.legacy.messages import marked, maybe_await
 from prime_hpc.envs.legacy.rubrics import parts_of
-from prime_hpc.envs.rows.reward_calls import signature_of
 
 _LOCK = threading.RLock()
 _MADE: dict[str, Environment] = {}

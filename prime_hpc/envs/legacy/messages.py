@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from verifiers.v1.types import AssistantMessage as Reply
 from verifiers.v1.types import Tool, ToolCall
 
-from prime_hpc.envs.rows.reward_calls import signature_of
+from prime_hpc.config.named_code import signature_of
 
 
 class ChatMessage(dict[str, Any]):

@@ -17,13 +17,13 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.config.named_code import signature_of
 from prime_hpc.envs.bounded.calls import CallBroken
 from prime_hpc.envs.errors import NO_SIGNAL, EnvError
 from prime_hpc.envs.legacy.failures import EmptyModelResponseError, InvalidModelResponseError, ModelError
 from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, marked, maybe_await
 from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
 from prime_hpc.envs.loop_thread import LoopThread
-from prime_hpc.envs.rows.reward_calls import signature_of
 
 OFFERED = ("prompt", "completion", "answer", "task", "info")
 """Arguments of every function that the rollout's state holds."""

@@ -21,7 +21,7 @@ from verifiers.v1.trace import Trace
 from verifiers.v1.types import Request, TurnTokens
 from verifiers.v1.utils import decorators
 
-from prime_hpc.envs.rows.reward_calls import signature_of
+from prime_hpc.config.named_code import signature_of
 
 _discover = decorators.discover_decorated
 _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()

@@ -3,25 +3,13 @@ one says, or as it is written."""
 
 import ast
 import inspect
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from inspect import Parameter, Signature
-from typing import Any
 
 TEXT = ("completion", "response", "solution_str")
 _MADE = (*TEXT, "answer", "ground_truth", "prompt", "messages", "row")
 _PLURAL = ("completions", "queries", "prompts", "labels")
 _OPEN = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
-
-
-def signature_of(function: Callable[..., Any], follow_wrapped: bool = True) -> Signature:
-    """Return the parameters of a function as `inspect.signature` does, whatever names its annotations hold: Python 3.14
-    evaluates them when asked, and what is imported for type checkers alone is not there."""
-    if sys.version_info >= (3, 14):
-        from annotationlib import Format
-
-        return inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=Format.FORWARDREF)
-    return inspect.signature(function, follow_wrapped=follow_wrapped)
 
 
 def is_plural(signature: Signature) -> bool:

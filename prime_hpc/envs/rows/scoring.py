@@ -30,10 +30,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.config.named_code import signature_of
 from prime_hpc.envs.benchmarks.rows import last_box
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.math_answers import same_answer
-from prime_hpc.envs.rows.reward_calls import TEXT, is_plural, signature_of, wrong_call
+from prime_hpc.envs.rows.reward_calls import TEXT, is_plural, wrong_call
 from prime_hpc.envs.tasksets.integers import last_number
 from prime_hpc.envs.tasksets.math_questions import answer_in
 
