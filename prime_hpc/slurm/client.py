@@ -124,6 +124,7 @@ class SlurmError(RuntimeError):
 
 
 _FULL = "temporarily unable to accept job|job queue full"
+_ENDED_OTHERWISE = "submission failed: (?!resource temporarily unavailable)"
 _FULL_ADVICE = (
     "so Slurm says where the whole cluster has as many jobs as it keeps (MaxJobCount of `scontrol show config`; each "
     "point of a sweep is one): try again when some have ended; `prime-hpc sweep submit SWEEP --feed` sends a sweep's "
@@ -160,8 +161,9 @@ _BUSY = re.compile(
 
 
 def is_queue_full(words: str) -> bool:
-    """Return whether sbatch says that the whole cluster has as many jobs as it keeps."""
-    return re.search(_FULL, words, re.I) is not None
+    """Return whether sbatch's last word is that the whole cluster has as many jobs as it keeps: it tries again by
+    itself, and may be refused for another reason then."""
+    return re.search(_FULL, words, re.I) is not None and re.search(_ENDED_OTHERWISE, words, re.I) is None
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:

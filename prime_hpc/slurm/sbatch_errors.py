@@ -83,6 +83,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 
 
 _UNSPECIFIED = "Unspecified error"
+_TRIED_AGAIN = "sleeping and retrying"
 """Slurm's word where a rule of the site refuses a job; what that says is the site's own, and about no key of ours."""
 
 
@@ -113,7 +114,8 @@ def error_lines(stderr: str) -> str:
     lines = [line for line in dict.fromkeys(lines) if line and not line.startswith("Try ")]
     lines.sort(key=lambda line: not line.startswith("Batch job submission failed"))
     words = [re.sub(r"^Batch job submission failed: ", "", line).rstrip(".") for line in lines]
-    return "; ".join([word for word in words if word != _UNSPECIFIED] or words) or "it did not say why"
+    reasons = [word for word in words if word != _UNSPECIFIED and not word.endswith(_TRIED_AGAIN)]
+    return "; ".join(reasons or words) or "it did not say why"
 
 
 def _partitions() -> str:

@@ -140,6 +140,12 @@ def test_the_text_of_a_variable_that_is_not_set_names_nothing(flags: list[str]) 
     refused(flags, "is empty")
 
 
+@pytest.mark.parametrize("key", ["slurm.env.HOME", "slurm.setup", "output-dir", "model.name"])
+def test_null_is_no_text(key: str, tmp_path: Path) -> None:
+    refused([f"--{key}", "null"], "got null")
+    assert load(file_(tmp_path, "slurm: {env: {HOME: 'null'}}\n")).slurm.env == {"HOME": "null"}
+
+
 def test_an_empty_text_is_a_text_where_it_names_nothing() -> None:
     exp = load(["--slurm.env.name", "", "--alarms.rules", '[{"metric": "trainer.kl", "above": 1, "name": ""}]'])
     assert exp.slurm.env == {"name": ""} and exp.alarms.rules[0].title == "trainer.kl"

@@ -287,7 +287,7 @@ def test_the_verb_measures_and_says_it_as_json(tmp_path: Path, capsys: pytest.Ca
     assert said["ok"] and said["measured"]["path"] == str(tmp_path) and said["findings"]
 
 
-@pytest.mark.parametrize("words", [["x"], ["--other", "y"], ["--path"], ["--path", ".", "--other", "/dev/null/nowhere"]])
+@pytest.mark.parametrize("words", [["x"], ["--other", "y"], ["--path"], ["--path", ".", "--other", "/dev/null/none"]])
 def test_wrong_usage(words: list[str]) -> None:
     with pytest.raises(ValueError):
         verb.run(words, "prime-hpc doctor")

@@ -302,6 +302,16 @@ def test_an_sbatch_that_was_ended_before_a_full_queue_had_room(
         job_without_answer("t", error, "packed")
 
 
+def test_what_sbatch_says_after_it_waited_for_a_full_queue_counts() -> None:
+    error = SlurmError(["sbatch"], 1, f"{FULL}\nsbatch: error: Batch job submission failed: Invalid qos specification")
+    assert not error.is_full and "MaxJobCount" not in str(error) and not is_over_limit(error.stderr)
+    with pytest.raises(NothingQueued, match="Slurm refused the job: Invalid qos specification") as caught:
+        job_without_answer("t", error, "packed")
+    assert not is_over_limit(str(caught.value)), "or a feed would wait for ever"
+    last = "sbatch: error: Batch job submission failed: Resource temporarily unavailable"
+    assert SlurmError(["sbatch"], 1, f"{FULL}\n{last}").is_full
+
+
 def test_what_counts_as_a_limit() -> None:
     policy = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
     assert is_over_limit(f"AssocMaxSubmitJobLimit; {policy}") and is_over_limit(f"QOSMaxSubmitJobPerUserLimit {policy}")

@@ -121,6 +121,8 @@ def _from_text(text: str, node: Node, typed: bool) -> Any:
         return text if typed else literal(text)
     if text.lower() in NULL and node.optional:
         return None
+    if text == "null" and not typed:  # as a file's null: no folder or variable's value is called so
+        raise CoerceError(f"expected {type_text(annotation)}, got null")
     if node.kind == "free":
         return mapping(text)
     is_list = node.kind == "sections" or _takes_list(annotation)

@@ -208,7 +208,7 @@ def send_parts(sweep: Sweep, parts: Sequence[Part], site: SiteConfig) -> list[di
     for part in parts:
         if len(refusals) >= _SAME_REFUSALS or any(map(is_queue_full, refusals)):
             sent.append(None)
-            told.append(part.as_dict() | {"job_id": None, "error": f"{NOT_TRIED}: the ones before it were all refused"})
+            told.append(part.as_dict() | {"job_id": None, "error": f"{NOT_TRIED}: what came before it was refused"})
             continue
         if (before := _before(parts, part, sent)) is not None:
             part.after = [before]
