@@ -70,6 +70,7 @@ def check(
         *(_data(experiment, waits) if experiment.kind == "sft" else []),
         *reward_models(experiment, role),
         *_teacher(experiment),
+        *_distillation(experiment),
         *(_judge(experiment) if not waits else ()),
         *_compression(experiment),
         *(engine_problems(experiment, role) if is_here else []),
@@ -231,10 +232,6 @@ def _teacher(experiment: Experiment) -> list[Problem]:
             vocabularies.append(read_vocabulary(name))
         except ValueError as error:
             return [Problem(str(error), its_key)]
-    distillation = experiment.trainer.loss.distillation
-    if distillation is not None and (known := vocabularies[0]) is not None and distillation.top_k > len(known):
-        text = f"{distillation.top_k} tokens of a vocabulary of {len(known)}: {len(known)} at most"
-        return [Problem(text, "trainer.loss.distillation.top_k")]
     if None in vocabularies or vocabularies[0] == vocabularies[1]:
         return []
     own, other = (v or {} for v in vocabularies)
@@ -247,6 +244,21 @@ def _teacher(experiment: Experiment) -> list[Problem]:
             key,
         )
     ]
+
+
+def _distillation(experiment: Experiment) -> list[Problem]:
+    """Check that there are as many tokens as a teacher is to name, whoever it is: asked for more, vLLM ends."""
+    distillation = experiment.trainer.loss.distillation
+    if distillation is None:
+        return []
+    try:
+        known = read_vocabulary(experiment.model.name)
+    except ValueError as error:
+        return [Problem(str(error), "model.name")]
+    if known is None or distillation.top_k <= len(known):
+        return []
+    text = f"{distillation.top_k} tokens of a vocabulary of {len(known)}: {len(known)} at most"
+    return [Problem(text, "trainer.loss.distillation.top_k")]
 
 
 def _judge(experiment: Experiment) -> list[Problem]:

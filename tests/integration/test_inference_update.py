@@ -127,6 +127,21 @@ def test_the_base_model_is_version_0(server: ServerProcess, base_outputs: list[G
     assert all((generation.versions == 0).all() for generation in base_outputs)
 
 
+def test_a_prompt_is_scored_with_the_likeliest_tokens(family: Family, server: ServerProcess) -> None:
+    prompt, top_k = PROMPTS[7], 7
+    wanted = np.arange(len(prompt)) % 3 == 1
+    scores, top = call(server, "score_top", prompt, "policy", top_k, wanted)
+    every = hf_logprobs_of_all(family.base, prompt[:1], prompt[1:])
+    np.testing.assert_allclose(scores[1:], every[torch.arange(len(prompt) - 1), prompt[1:]], atol=TOLERANCE, rtol=0)
+    for i in np.flatnonzero(wanted).tolist():
+        np.testing.assert_allclose(top.logprobs[i], every[i - 1].topk(top_k).values, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(top.logprobs[i], every[i - 1, top.ids[i]], atol=TOLERANCE, rtol=0)
+    assert (top.ids[~wanted] == np.iinfo(np.int32).max).all()
+    with pytest.raises(InferenceError, match="max allowed: 20") as refused:
+        call(server, "score_top", prompt, "policy", 21, wanted)
+    assert refused.value.status == 400
+
+
 def test_no_request_waits_for_a_compiler(family: Family, base_outputs: list[Generation]) -> None:
     """Log-probabilities were asked for, and nothing had to be compiled first: that takes longer than an episode may."""
     assert all(len(generation.logprobs) for generation in base_outputs)

@@ -17,7 +17,14 @@ import torch
 import uvicorn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from prime_hpc.client.inference import Generation, InferenceClient, InferenceError, parse_choice, parse_scores
+from prime_hpc.client.inference import (
+    Generation,
+    InferenceClient,
+    InferenceError,
+    parse_choice,
+    parse_scores,
+    parse_top,
+)
 from prime_hpc.client.keys import find_key
 from prime_hpc.client.versions import versions_from_spans
 from prime_hpc.inference.check_version import BadVersionError, weight_files
@@ -142,10 +149,14 @@ def test_parallel_requests_have_the_log_probabilities_of_their_sampling(world: W
         every = torch.cat(errors).abs()
         assert every.max() < CLOSE and every.mean() < 5e-6, (every.max(), every.mean())
         ids = prompts(5, MAX_LEN)[3]
-        body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-        scores = parse_scores((await http.post(GENERATE, json=body)).json()["prompt_logprobs"], ids)
-        want = hf_logprobs_of_all(world.base, ids[:1], ids[1:])[torch.arange(len(ids) - 1), ids[1:]]
-        assert (torch.tensor(scores[1:]) - want).abs().max() < CLOSE
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 30}}
+        rows = (await http.post(GENERATE, json=body)).json()["prompt_logprobs"]
+        scores, top = parse_scores(rows, ids), parse_top(rows, 30, [True] * len(ids))
+        want = hf_logprobs_of_all(world.base, ids[:1], ids[1:])
+        assert (torch.tensor(scores[1:]) - want[torch.arange(len(ids) - 1), ids[1:]]).abs().max() < CLOSE
+        found = torch.from_numpy(top.logprobs[1:])
+        assert (found - want.topk(30).values).abs().max() < CLOSE
+        assert (found - want.gather(1, torch.from_numpy(top.ids[1:]).long())).abs().max() < CLOSE
 
     run(world, talk)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
 
 from prime_hpc.client.inference import InferenceClient, InferenceError, TopTokens, parse_top, unpack_top
 from prime_hpc.config import ConfigError, Experiment
@@ -17,6 +19,7 @@ from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.inference.vllm.args import build_argv
+from prime_hpc.launch.checks import _distillation, read_vocabulary
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.teacher import Teacher
 from prime_hpc.orchestrator.batching.batch_builder import build_ranks, score_groups, train_samples, zero_groups
@@ -27,10 +30,13 @@ from prime_hpc.store.batch.rank_batch import RankBatch, select_micro_batches
 from prime_hpc.store.batch.rank_files import read_rank_batch, write_batch
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch, objective_part
+from prime_hpc.trainer.objectives import loss_of as objective_of
 from prime_hpc.trainer.objectives import rl_loss
+from tests.proofs.prove_distillation import divergence_of, with_rest
 from tests.support.episodes import make_episode, make_sample
 from tests.support.random_teacher import with_random_teacher
-from tests.support.tiny_model import random_rank_batch
+from tests.support.tiny_model import make_tiny_model, random_rank_batch
+from tests.unit.test_mini_batches import built
 
 NONE = np.iinfo(np.int32).max
 SHOWN = 2
@@ -176,6 +182,42 @@ def test_the_loss_is_the_objective_and_the_divergence_however_samples_are_packed
         rl_loss(config, bare, bare.behaviour_logprobs, torch.ones(bare.num_targets))
 
 
+def test_a_rank_without_a_token_takes_part() -> None:
+    micro = make_micro_batch(select_micro_batches([], 2), 0)
+    logprobs = torch.zeros(0, requires_grad=True)
+    loss, stats = rl_loss(LossConfig.model_validate({"distillation": {}}), micro, logprobs, torch.ones(0))
+    loss.backward()
+    assert float(loss.detach()) == 0 and {"teacher_divergence", "teacher_mass"} <= stats.sums.keys()
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_a_train_step_compares_where_the_token_is_predicted(tmp_path: Path, group: None, num_mini_batches: int) -> None:
+    """Against transformers, sequence by sequence; the teacher is the policy at half its temperature."""
+    top_k, source = 5, make_tiny_model(tmp_path)
+    loss = {"type": "reinforce", "mismatch": {"warn": None}, "distillation": {"top_k": top_k}}
+    trainer = {"loss": loss, "optim": {"lr": 1e-9}, "num_mini_batches": num_mini_batches}
+    tree = {"model": {"name": str(source), "dtype": "float32"}, "trainer": trainer, "max_steps": 9}
+    experiment = Experiment.model_validate(tree | {"orchestrator": {"teacher": TEACHER}})
+    batch = random_rank_batch([[9, 14], [16]], seed=1)
+    ids, values = np.full((batch.num_tokens, top_k), NONE, np.int32), np.zeros((batch.num_tokens, top_k), np.float32)
+    wanted, hf, trained = [], AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), batch.target_mask()
+    for first, stop in itertools.pairwise(batch.seq_offsets.tolist()):
+        at = np.flatnonzero(trained[first:stop])
+        with torch.no_grad():
+            logits = hf(torch.from_numpy(batch.token_ids[None, first:stop]).long()).logits[0].double()[at - 1]
+        p, q = (2 * logits).log_softmax(1), logits.log_softmax(1)
+        found = p.topk(top_k, dim=1)
+        ids[first + at], values[first + at] = found.indices.numpy(), found.values.numpy()
+        wanted.append(divergence_of("forward_kl", 0.5, with_rest(p, found.indices), with_rest(q, found.indices)))
+    whole: dict[str, Any] = {
+        "temperatures": np.ones_like(batch.temperatures),
+        "mini_batches": np.array([0, 0, 1], np.int32),
+    }
+    batch = replace(batch, teacher_ids=ids, teacher_logprobs=values, **whole)
+    metrics = built(experiment).run(1, batch, objective_of(experiment))
+    assert metrics["teacher_divergence"] == pytest.approx(float(torch.cat(wanted).mean()), rel=1e-4)
+
+
 LOSS: dict[str, Any] = {"trainer": {"loss": {"distillation": {}}}}
 TEACHER = {"base_url": "http://t:1/v1"}
 ENV = [{"id": "reverse-text"}]
@@ -199,6 +241,20 @@ ENV = [{"id": "reverse-text"}]
 def test_what_does_not_fit_is_refused(tree: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         Experiment.model_validate(LOSS | tree)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "opsd"])
+def test_more_tokens_than_there_are_are_refused_whoever_the_teacher_is(kind: str, tmp_path: Path) -> None:
+    known = len(read_vocabulary(str(make_tiny_model(tmp_path))) or ())
+
+    def problems(top_k: int) -> list[str]:
+        tree = {"model": {"name": str(tmp_path)}, "trainer": {"loss": {"distillation": {"top_k": top_k}}}}
+        teacher = {} if kind == "opsd" else {"teacher": TEACHER}
+        exp = Experiment.model_validate(tree | {"orchestrator": {"advantage": {"type": kind}, **teacher}})
+        return [problem.message for problem in _distillation(exp)]
+
+    assert problems(known) == []
+    assert problems(known + 1) == [f"{known + 1} tokens of a vocabulary of {known}: {known} at most"]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "opd", "opsd", "sft"])

@@ -124,8 +124,8 @@ def test_the_tokens_of_highest_entropy_in_the_batch_train(build: Any, echo: bool
     chosen: list[np.ndarray] = []
     forward = train_step.policy.forward
 
-    def seen(micro: MicroBatch, with_entropy: bool = False) -> Any:
-        logprobs, entropy = forward(micro, with_entropy)
+    def seen(micro: MicroBatch, with_entropy: bool = False, *more: bool) -> Any:
+        logprobs, entropy = forward(micro, with_entropy, *more)
         if torch.is_grad_enabled():
             found = entropy.detach().numpy()
             entropies.append(found if micro.trained is None else found[micro.trained])

@@ -9,8 +9,7 @@ from prime_hpc.config.sections.names import is_import_path
 
 
 class TeacherConfig(Section):
-    """A frozen model on servers of its own: scores the policy's tokens (`opd`, `trainer.loss.distillation`), or samples
-    in its stead (`sft`)."""
+    """A frozen model on servers of its own: scores the policy's tokens, or samples in its stead (`sft`)."""
 
     model: str | None = None
     """Directory or hub name: what `teacher_inference` serves; of a teacher at `base_url`, to compare its tokenizer with

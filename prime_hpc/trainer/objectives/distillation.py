@@ -30,8 +30,11 @@ LEAST_LOGPROB = -80.0
 def teacher_divergence(config: DistillationConfig, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return D_t of each target, float32 `[N]`, differentiable in `listed_logprobs`, and the teacher's probability of
     the tokens that it names, `[N]`.
-    Raises ConfigError: the micro-batch has none of a teacher's."""
+    Raises ConfigError: the micro-batch has targets and nothing of a teacher's."""
     if micro.teacher_logprobs is None or micro.listed_logprobs is None:
+        if not micro.num_targets:  # of a rank that has nothing, and takes part for the others
+            nothing = torch.zeros_like(micro.behaviour_logprobs)
+            return nothing, nothing
         raise ConfigError(
             "this batch has nothing of a teacher's distribution: it was made by an orchestrator without this section; "
             "leave it out, or make the batches anew",
