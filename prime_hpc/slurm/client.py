@@ -201,7 +201,9 @@ def sbatch_answer(text: str) -> tuple[str, str | None]:
     raise SlurmError(["sbatch", "--parsable"], 0, f"its answer holds no job id: {text.strip()!r}")
 
 
-def send_script(script: Path, options: Sequence[str], extra: Mapping[str, str]) -> tuple[str, str | None]:
+def send_script(
+    script: Path, options: Sequence[str], extra: Mapping[str, str], timeout_s: float = SBATCH_TIMEOUT_S
+) -> tuple[str, str | None]:
     """Hand a batch script to sbatch; return the job's id and, where it names one, the cluster.
 
     What a site's rules say of a job that they take (another partition, hours that run out) goes to standard error.
@@ -209,7 +211,7 @@ def send_script(script: Path, options: Sequence[str], extra: Mapping[str, str]) 
     """
     said: list[str] = []
     argv = ["sbatch", "--parsable", *options, str(script)]
-    answer = run_slurm(argv, SBATCH_TIMEOUT_S, extra=extra, dies_with_us=True, hear=said.append)
+    answer = run_slurm(argv, timeout_s, extra=extra, dies_with_us=True, hear=said.append)
     sent = sbatch_answer(answer)
     if (words := "".join(said).strip()) and words not in _TOLD:
         _TOLD.add(words)

@@ -17,6 +17,7 @@ from prime_hpc.slurm.allocation import job_argument
 from prime_hpc.slurm.client import (
     ASK_TIMEOUT_S,
     COMMENT_PREFIX,
+    SBATCH_TIMEOUT_S,
     SlurmError,
     on_cluster,
     run_slurm,
@@ -311,7 +312,7 @@ def yield_to_twin(run_dir: Path, environ: Mapping[str, str]) -> str | None:
 
 
 @_where_it_was_sent
-def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> str:
+def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False, timeout_s: float = SBATCH_TIMEOUT_S) -> str:
     """Queue the job that takes over when `job_id` ends otherwise than well; one that waits already is kept.
 
     For the job itself at the beginning of each attempt, and for `submit`. Safe to call twice.
@@ -319,6 +320,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     Args:
         run_dir: the run directory, with its `job.sbatch`.
         is_first: no other can be there yet: nobody is asked.
+        timeout_s: of sbatch.
 
     Raises:
         SlurmError: Slurm refuses it or cannot be reached.
@@ -340,7 +342,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     script = run_dir / JOB_SBATCH
     if not script.exists():
         run_slurm(["scontrol", "write", "batch_script", job_id, str(script)], ASK_TIMEOUT_S)
-    successor, _ = send_script(script, options, submission_environment(run_dir, token))
+    successor, _ = send_script(script, options, submission_environment(run_dir, token), timeout_s)
     add_to_record(run_dir, successor=successor, no_successor=None)
     with suppress(SlurmError):  # asked again at the attempt's end
         return _keep_one(run_dir, token, job_id) or successor

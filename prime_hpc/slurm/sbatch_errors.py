@@ -83,8 +83,9 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 
 
 _UNSPECIFIED = "Unspecified error"
-_TRIED_AGAIN = "sleeping and retrying"
 """Slurm's word where a rule of the site refuses a job; what that says is the site's own, and about no key of ours."""
+_TRIED_AGAIN = "sleeping and retrying"
+"""Ends what sbatch says before it tries again by itself."""
 
 
 def refusal(error: SlurmError, layout: str) -> SlurmRefused:

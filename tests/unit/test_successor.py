@@ -173,6 +173,19 @@ def test_at_the_end_without_room_the_run_is_over(fake: FakeSlurm, run: Path) -> 
     assert require_successor(run, "100", None) is None, "once more, whatever was said before"
 
 
+def test_a_full_queue_is_not_waited_for_beyond_the_time_limit(
+    fake: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
+    fake.behave("sbatch", code=1, stderr=full)
+    refusal = try_successor(run, "100")
+    assert refusal is not None and not refusal.is_final and "MaxJobCount" in refusal.words
+    fake.behave("sbatch", hang="before", stderr=full)  # as Slurm's does: two minutes
+    monkeypatch.setattr(successor, "LEAST_TRY_S", 0.5)
+    refusal = require_successor(run, "100", time.time() + successor.LEAVE_S - 1)
+    assert refusal is not None and "no answer within 0.5 s" in refusal.words
+
+
 def test_a_cancelled_run_gets_none(fake: FakeSlurm, run: Path) -> None:
     write_record(run, cancelled=time.time())
     fake.limit(None)

@@ -283,6 +283,7 @@ def test_a_cluster_with_as_many_jobs_as_it_keeps_is_waited_for(slurm: FakeSlurm,
     report = fed(write_sweep(folder, "lanes: 2\nseeds: 2\noverrides: {slurm.layout: het}\n"), pause)
     assert sorted(sent(folder)) == [0, 1] and report.code == 0, "though none of this user's jobs was in the queue"
     assert len(slurm.calls("sbatch")) == 4, "once a round: what Slurm has no room for now, it has none for the next"
+    assert "0 jobs of yours are in the queue; the whole cluster has as many jobs" in pause.said[0]
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -43,6 +43,7 @@ class Feed:
     """Tokens of those before the first round; None before it."""
     _invalid: dict[int, str] = field(default_factory=dict)
     _most: int | None = None
+    _is_cluster_full: bool = False
     _in_queue: int = 0
     _limits: list[SubmitLimit] = field(default_factory=list)
     _trouble: str = ""
@@ -111,7 +112,9 @@ class Feed:
         self._in_queue = len(parts)
         room, limit = num_free(self._limits, parts)
         said = f"{limit.source} allows {limit.most}" if limit else self._trouble or "no limit is known"
-        if limit is None and self._most is not None:
+        if self._is_cluster_full:
+            said = "the whole cluster has as many jobs as it keeps (MaxJobCount)"
+        elif limit is None and self._most is not None:
             said = f"Slurm refused more at once, {self._most} are tried next"
         self.room_is = f"{self._in_queue} jobs of yours are in the queue; {said}"
         return room, limit
@@ -141,8 +144,8 @@ class Feed:
         sent = _points(part for part in report.parts if not part["error"])
         most = max((len(part["points"]) for part in too_many), default=0)
         again: list[dict[str, Any]] = []
-        of_others = any(is_queue_full(part["error"]) for part in too_many)  # whose jobs are not counted here
-        if too_many and (self._in_queue or sent or most > 1 or of_others):
+        self._is_cluster_full = any(is_queue_full(part["error"]) for part in too_many)
+        if too_many and (self._in_queue or sent or most > 1 or self._is_cluster_full):
             self._most, self._read = max(1, most // 2), float("-inf")
             again = [part for part in bad if part in too_many or part["error"].startswith(NOT_TRIED)]
         elif self._most is not None:

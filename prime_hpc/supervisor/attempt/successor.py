@@ -14,7 +14,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.client import SBATCH_TIMEOUT_S, SlurmError
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.queue_facts.submit_limits import is_over_limit
 from prime_hpc.slurm.sbatch_errors import error_lines
@@ -28,6 +28,8 @@ LAST_TRIES_S = 300.0
 """At the attempt's end, with idle nodes, a slot is waited for no longer."""
 LEAVE_S = 15.0
 """So long before its time limit a job stops trying: it still has to say how it ended."""
+LEAST_TRY_S = 5.0
+"""So long a try may take at least: at a full queue sbatch waits by itself, beyond the time limit if it may."""
 CLOSE_S = 90.0
 """A try that is under way when the attempt ends is waited for: longer than squeue and sbatch may take."""
 
@@ -41,12 +43,12 @@ class Refusal:
     """Slurm would say so at any time; otherwise a limit, or nobody answered: waiting mends both."""
 
 
-def try_successor(run_dir: Path, job_id: str) -> Refusal | None:
+def try_successor(run_dir: Path, job_id: str, timeout_s: float = SBATCH_TIMEOUT_S) -> Refusal | None:
     """Have the successor wait behind a job; one that does already is kept. Noted in the submit record.
-    `job_id`: of the job that runs now.
+    `job_id`: of the job that runs now. `timeout_s`: of sbatch.
     Returns why none waits; None: one does."""
     try:
-        queue_successor(run_dir, job_id)
+        queue_successor(run_dir, job_id, timeout_s=timeout_s)
         return None
     except (SlurmError, OSError) as error:  # the run goes on without
         is_silent = isinstance(error, SlurmError) and error.is_unreachable
@@ -61,7 +63,7 @@ def try_successor(run_dir: Path, job_id: str) -> Refusal | None:
 
 
 def _refusal(error: SlurmError | OSError) -> Refusal:
-    if not isinstance(error, SlurmError) or error.is_unreachable:
+    if not isinstance(error, SlurmError) or error.is_unreachable or error.is_full:
         return Refusal(str(error), is_final=False)
     words = error_lines(error.stderr)
     return Refusal(words, is_final=not is_over_limit(error.stderr))
@@ -155,7 +157,8 @@ def require_successor(
         why none waits: Slurm refuses it for good, or had no room for it in time; None: one does.
     """
     end = time.monotonic() + min(LAST_TRIES_S, float("inf") if ends_at is None else ends_at - LEAVE_S - time.time())
-    while (refusal := try_successor(run_dir, job_id)) is not None:
+    left = end - time.monotonic()
+    while (refusal := try_successor(run_dir, job_id, max(LEAST_TRY_S, min(left, SBATCH_TIMEOUT_S)))) is not None:
         left = end - time.monotonic()
         if refusal.is_final or left <= 0:
             logger.error(f"the job does not come back, for no successor waits behind it: {refusal.words}")
