@@ -258,6 +258,8 @@ def _of_critic(experiment: Experiment) -> Iterator[tuple[str, str]]:
             yield f"{key}.target", "a policy that sampled is at no distance from itself: leave it out with in_rewards"
         if kl.unbiased:
             yield f"{key}.unbiased", "rewards are of the policy that sampled: leave it out with in_rewards"
+        if kl.target_kl is not None and kl.coef == 0:
+            yield f"{key}.target_kl", f"a weight of 0 ({key}.coef) stays 0, times whatever: state where it begins"
     if trainer.critic is None:
         if of_critic:
             message = "gives tokens rewards, of which a critic makes advantages: state trainer.critic too"

@@ -73,7 +73,10 @@ def problem_of(python: str, backend: str) -> str:
         lacks = "No module named" in said
         way = f"; install it there, as it is here: {python} -m pip install ..." if lacks else ""
         return f"{python} has no prime-hpc that runs: {said}{way}"
-    found = json.loads(asked.stdout.splitlines()[-1])
+    try:
+        found = json.loads(asked.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return f"{python} is no interpreter of Python: asked what is installed there, it said {asked.stdout[:80]!r}"
     if found["code"] != package_digest():
         return _other_code(python, found["folder"], found["code"], package_digest())
     return f"in the environment of {python}: {found['missing']}" if found["missing"] else ""

@@ -178,7 +178,7 @@ class TrainStep:
         rows, trained = list[dict[str, float]](), False
         for number, part in list(enumerate(parts * self._num_epochs))[done:]:
             try:
-                metrics, trains = self._update_by(step, part, watched, change, first=number == 0)
+                metrics, trains = self._update_by(step, part, watched, change, first=not (done or trained))
             except StepRefused as error:
                 error.batch, error.updates = batch, number
                 raise

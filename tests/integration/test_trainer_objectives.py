@@ -15,7 +15,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
-from prime_hpc.trainer.batching.micro_batches import redistribute
+from prime_hpc.trainer.batching.micro_batches import read_local_batch, redistribute
 from tests.integration.test_trainer import assert_done, environment, full_batch, run_trainer, weights, write_run
 from tests.support import forked
 from tests.support.tiny_model import make_tiny_model
@@ -28,7 +28,9 @@ GSPO = {
     "clip_high": 0.5,
     "kl": {"target": "reference", "estimator": "k3", "coef": 0.5, "unbiased": True},
     "covariance": {"type": "clip", "share": 0.2, "low": 0.01},
+    "correction": {"type": "truncate", "high": 5.0},
 }
+UPDATES = {"num_mini_batches": 2, "epochs_per_batch": 2}
 CORRECTED = {"type": "dr_grpo", "correction": {"type": "mask", "low": 0.2, "high": 5.0}}
 
 
@@ -49,6 +51,11 @@ def write_batches(paths: RunPaths, steps: range, num_ranks: int, change: object 
         write_batch(paths, step, [redistribute([whole], r, num_ranks) for r in range(num_ranks)], state={"step": step})
 
 
+def in_mini_batches(batch: RankBatch) -> dict[str, object]:
+    micro = np.repeat(np.arange(batch.num_micro_batches), np.diff(batch.micro_offsets))
+    return {"mini_batches": (micro == 1).astype(np.int32)}
+
+
 def compare_rows(one: RunPaths, two: RunPaths, num_steps: int) -> list[dict]:
     """The first steps' metrics of both runs are alike; returns those of `one`."""
     rows = [read_metrics(p.metrics("trainer"))[:num_steps] for p in (one, two)]
@@ -60,16 +67,19 @@ def compare_rows(one: RunPaths, two: RunPaths, num_steps: int) -> list[dict]:
 
 
 def test_gspo_with_a_reference_and_muon_on_two_ranks_equal_one_and_resume(tmp_path: Path, model: Path) -> None:
-    config, saved = trainer(GSPO, "muon"), {"interval": 2}
+    """In four updates a batch, of mini-batches of which a rank may have nothing."""
+    config, saved = trainer(GSPO, "muon", **UPDATES), {"interval": 2}
     one = write_run(tmp_path / "one", model, max_steps=3, trainer=config, ckpt=saved)
-    write_batches(one, range(1, 4), 1)
+    write_batches(one, range(1, 4), 1, in_mini_batches)
     assert_done(run_trainer(one), one)
     two = write_run(tmp_path / "two", model, max_steps=2, trainer=config, ckpt=saved)
-    write_batches(two, range(1, 4), 2)
+    write_batches(two, range(1, 4), 2, in_mini_batches)
+    dealt = [read_local_batch(two.rollouts_step(1), r, 2).values("mini_batches").tolist() for r in range(2)]
+    assert any(len(set(own)) == 1 for own in dealt)
     assert_done(run_trainer(two, 2), two)
     first, second = compare_rows(one, two, 2)
     # the reference is the model that training began with
-    assert first["kl_penalty"] == pytest.approx(0.0, abs=1e-6) and second["kl_penalty"] > 1e-5
+    assert 0 < first["kl_penalty"] < second["kl_penalty"] and first["num_updates"] == 4
     assert first["high_covariance"] > 0.02
     for name, tensor in weights(one, 2).items():
         torch.testing.assert_close(weights(two, 2)[name], tensor, rtol=1e-4, atol=2e-5)
@@ -77,7 +87,7 @@ def test_gspo_with_a_reference_and_muon_on_two_ranks_equal_one_and_resume(tmp_pa
     # From step 2 to 3 again: after the same ranks the same bits, after two ranks nearly so.
     for run in (one, two):
         later = write_run(tmp_path / f"after-{run.root.name}", model, max_steps=3, trainer=config, ckpt={})
-        write_batches(later, range(1, 4), 1)
+        write_batches(later, range(1, 4), 1, in_mini_batches)
         shutil.copytree(run.checkpoint_step(2), later.checkpoint_step(2))
         assert_done(run_trainer(later, PRIMEHPC_RESUME_STEP="2"), later)
         for name, tensor in weights(one, 3).items():

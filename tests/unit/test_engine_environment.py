@@ -43,6 +43,12 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
     assert said == f"{tmp_path}/python cannot be started: No such file or directory"
 
 
+@pytest.mark.parametrize("program", ["true", "echo"])
+def test_what_is_no_python(tmp_path: Path, program: str) -> None:
+    said = environment.problem_of(_interpreter(tmp_path, program), "vllm")
+    assert "is no interpreter of Python" in said
+
+
 def test_an_environment_without_prime_hpc(tmp_path: Path) -> None:
     said = environment.problem_of(_interpreter(tmp_path, f"{sys.executable} -I -S"), "vllm")
     assert "has no prime-hpc that runs" in said and "No module named" in said and "-m pip install" in said

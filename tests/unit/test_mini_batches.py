@@ -23,7 +23,7 @@ from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.objectives.kl import KLCoefficient
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.parallel.tensor import local
-from prime_hpc.trainer.train_step import NonFiniteError, TrainStep
+from prime_hpc.trainer.train_step import MismatchError, NonFiniteError, TrainStep
 from prime_hpc.trainer.trainer import Base, build_train_step
 from tests.proofs.reference_ppo import Ppo, Sample, logprobs_of, train
 from tests.support.episodes import make_result
@@ -206,6 +206,21 @@ def test_a_mini_batch_without_targets_is_no_update(group: None, models: tuple[Pa
     assert nothing["num_updates"] == 0 and all(torch.equal(before[n], w) for n, w in weights_of(step).items())
 
 
+def test_the_mismatch_is_that_of_the_first_update_that_has_targets(group: None, models: tuple[Path, Path]) -> None:
+    loss = {"type": "ppo_clip", "mismatch": {"warn": 1e-9, "stop": 100.0}}
+    experiment = config_of(CASES["mini-batches and epochs"], models[0], loss=loss)
+    batch = scripted(AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float64).eval())
+    late = replace(batch, loss_mask=batch.loss_mask & np.repeat(np.array(DEALT) == 1, np.diff(batch.seq_offsets)))
+    step, objective = built(experiment), loss_of(experiment)
+    metrics = step.run(1, late, objective)
+    assert metrics["mismatch_alarm"] == 1 and metrics["num_updates"] == 3 and metrics["kl"] < metrics["kl_last"]
+    far = replace(late, logprobs=late.logprobs - 8)
+    before = weights_of(step)
+    with pytest.raises(MismatchError, match="KL"):
+        step.run(2, far, objective)
+    assert all(torch.equal(before[name], after) for name, after in weights_of(step).items())
+
+
 @pytest.mark.parametrize("number", [2, 3])
 def test_divisors_are_the_steps_over_the_number_of_mini_batches(group: None, number: int) -> None:
     batch = replace(batch_of(MICROS), mini_batches=np.array(DEALT, np.int32), totals=np.array([90, 9]))
@@ -269,6 +284,23 @@ def test_the_weight_of_a_kl_in_the_rewards_is_controlled() -> None:
     fixed = KLCoefficient(KLConfig(in_rewards=True, coef=0.5))
     fixed.observe(5.0, 10)
     assert fixed.value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kl", "words"),
+    [
+        ({"coef": 0, "target_kl": 0.1}, r"kl.target_kl: a weight of 0 .* stays 0"),
+        ({"target": "behaviour"}, r"kl.target: a policy that sampled"),
+        ({"unbiased": True}, r"kl.unbiased: rewards are of the policy that sampled"),
+    ],
+)
+def test_a_kl_that_can_be_in_no_rewards_is_refused(kl: dict[str, Any], words: str) -> None:
+    flags = ["--orchestrator.env.0.id", "reverse-text", "--orchestrator.advantage.type", "gae"]
+    flags += ["--trainer.critic.lr", "1e-5", "--trainer.loss.kl.in-rewards"]
+    for key, value in kl.items():
+        flags += [f"--trainer.loss.kl.{key}", str(value).lower()]
+    with pytest.raises(ConfigError, match=words):
+        load_experiment(flags, "rl", {})
 
 
 def test_more_mini_batches_than_samples_are_refused() -> None:

@@ -177,7 +177,9 @@ def test_without_a_calibration_it_says_what_measures_one(tmp_path: Path, capsys:
 
 def test_a_calibration_of_something_else_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_measured(tmp_path / "run", model__name="a/model", slurm__partition="h100", is_over=False)
-    code, out, _ = simulated(capsys, file_of(tmp_path, model__name="b/model"), "--from", run)
+    file = file_of(tmp_path, model__name="b/model", trainer__epochs_per_batch=4)
+    code, out, _ = simulated(capsys, file, "--from", run)
+    assert "trainer.epochs_per_batch 1, here 4" in out
     assert code == 0 and "note: run is a calibration of something else: machine other-node" in out
     assert "model.name a/model, here b/model" in out and "slurm.partition h100, here not stated" in out
     assert "run has not ended" in out
