@@ -108,7 +108,7 @@ def trainer_of(policy: Policy, rank: int, root: Path) -> Any:
         world_size=2,
         parallel=policy.parallel,
         source=root / "model",
-        train_step=SimpleNamespace(policy=policy, slot=0, entropy=None, critic=None),
+        train_step=SimpleNamespace(policy=policy, slot=0, state={}, critic=None),
     )
 
 
