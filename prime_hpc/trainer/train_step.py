@@ -124,12 +124,8 @@ class TrainStep:
         self._reshard = config.reshard_after_forward and not gathers_from_itself(policy.parallel)
         self._no_sync = config.defers_sync(whole_gradient_bytes(policy))
         self._mismatch = None if mismatch is None else MismatchAlarm(mismatch)
-        self._batch_tokens, self._reference, self._row_tokens, self._together = (
-            batch_tokens,
-            reference,
-            row_tokens,
-            together,
-        )
+        self._batch_tokens, self._reference = batch_tokens, reference
+        self._row_tokens, self._together = row_tokens, together
         self._kl_in_rewards = config.loss.kl is not None and config.loss.kl.in_rewards
         self._slow_ranks, self.entropy, self._top_entropy = slow_ranks, entropy, top_entropy
         self._counts_all, (self._num_mini_batches, self._num_epochs) = config.loss.denominators == "all", updates
