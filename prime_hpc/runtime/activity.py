@@ -66,24 +66,26 @@ class _Page:
         self.word = os.memfd_create(WORD)
         os.ftruncate(self.word, WORD_BYTES + CALL.size)
         self.call = mmap.mmap(self.word, WORD_BYTES + CALL.size)
+        map_s = next(n for n in _open_files() if n != self.word and _identity(n) == _identity(self.word))
         self.calls = 0
         self.answer = os.memfd_create(ANSWER)
         self.stacks = os.memfd_create(STACKS)
         fcntl.fcntl(self.stacks, fcntl.F_SETFL, fcntl.fcntl(self.stacks, fcntl.F_GETFL) | os.O_APPEND)
         self.asks, self.door = os.pipe()
         row["door"] = self.door
-        self._files = {n: _identity(n) for n in (self.word, self.answer, self.stacks, self.asks, self.door)}
+        own = (self.word, map_s, self.answer, self.stacks, self.asks, self.door)
+        self._files = {number: _identity(number) for number in own}
 
     def close_in_child(self) -> None:
         """Give up a parent's files, of which whoever looks at the child must not read.
 
-        Only what is still the parent's: whoever forked may have closed them, and their numbers be other files'.
+        Only what is still the parent's: whoever forked may have closed them, and their numbers be other files'. For the
+        same reason the map lives on: at its end it closes its number, whosever that is.
         """
-        self.call.close()
         for number, file in self._files.items():
-            with contextlib.suppress(OSError):
-                if _identity(number) == file:
-                    os.close(number)
+            if _identity(number) == file:
+                os.close(number)
+        _parents_maps.append(self.call)
 
     def write_blocked(self, what: str, why: str) -> None:
         with self.lock:
@@ -104,10 +106,20 @@ class _Page:
             os.pwrite(self.word, line[:WORD_BYTES].ljust(WORD_BYTES), 0)
 
 
-def _identity(number: int) -> tuple[int, int]:
-    found = os.fstat(number)
+def _open_files() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def _identity(number: int) -> tuple[int, int] | None:
+    """Device and inode; None of one that is closed."""
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return None
     return found.st_dev, found.st_ino
 
+
+_parents_maps: list[mmap.mmap] = []
 
 _page: _Page | None = None
 _explanations: dict[str, Explanation] = {}

@@ -92,6 +92,8 @@ def test_arguments_of_bundled_ones_are_known_before_the_queue() -> None:
 
 def test_arguments_of_packages_and_of_seats_are_known_before_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an import: what a package does then is anybody's guess."""
+    for name in [name for name in sys.modules if name.startswith("legacy_shop")]:  # other tests' import
+        monkeypatch.delitem(sys.modules, name)
     hub = Path(__file__).parents[1] / "support" / "hub"
     monkeypatch.syspath_prepend(str(hub))
     monkeypatch.syspath_prepend(str(hub / "legacy_shop"))
