@@ -10,13 +10,14 @@ import importlib
 import json
 import os
 from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "PRIME_HPC_GROWTH"
 CONTAINERS = (dict, list, set, deque)
-STEPS = [12, 24, 36, 48, 60]
+STEPS = [8, 16, 24, 32, 40]
 """When a role is looked at: what goes up and down is above the look before four times in a row once in a hundred."""
 
 
@@ -36,10 +37,10 @@ class Growth:
         """`steps`: when to look, at least three, of equal distance."""
         assert len(steps) >= 3, steps
         self._steps, self._every = steps, steps[1] - steps[0]
-        self._lengths: list[dict[int, int]] = []
         self._kept: list[Any] = []
-        """All containers of the first look, so that none takes another's place."""
-        self._counts: list[Counter[str]] = []
+        """All containers of the first look."""
+        self._lengths: list[list[int]] = []
+        self._counts: list[Counter[type]] = []
         self.found: list[str] | None = None
         """After the last look: what has grown by an entry a step, or more, from each look to the next."""
 
@@ -50,38 +51,35 @@ class Growth:
         gc.unfreeze()
         gc.collect()
         alive = gc.get_objects()
-        own = {id(self._kept), id(self._lengths), id(self._counts), id(self.__dict__)}
-        # A dictionary of numbers is no object of the collector's: its owner is.
-        inside = [part for one in alive for part in gc.get_referents(one) if _is_container(part)]
-        containers = {id(one): one for one in (*alive, *inside) if _is_container(one) and id(one) not in own}
-        self._counts.append(Counter(_name(type(one)) for one in alive))
+        self._counts.append(Counter(map(type, alive)))
         if not self._lengths:
-            self._kept = list(containers.values())
-        kept = {id(one) for one in self._kept}
-        self._lengths.append({number: len(one) for number, one in containers.items() if number in kept})
+            own = {id(self._lengths), id(self._counts), id(self.__dict__)}
+            # A dictionary of numbers is no object of the collector's: its owner is.
+            found = {id(one): one for one in containers((*alive, *gc.get_referents(*alive))) if id(one) not in own}
+            self._kept = list(found.values())
+        del alive
+        self._lengths.append([len(one) for one in self._kept])
         if len(self._lengths) == len(self._steps):
-            self.found = [*self._containers(containers), *self._types()]
+            self.found = [*self._containers(), *self._types()]
             self._kept.clear()
+        gc.freeze()  # or each collection until the next look goes through all of it
 
-    def _containers(self, containers: dict[int, Any]) -> list[str]:
+    def _containers(self) -> list[str]:
+        sizes = zip(self._kept, zip(*self._lengths, strict=True), strict=True)
         grown = [
-            number
-            for number in set.intersection(*map(set, self._lengths))
-            if self._has_grown([lengths[number] for lengths in self._lengths])
-            and getattr(containers[number], "maxlen", None) is None
+            (one, of_it) for one, of_it in sizes if self._has_grown(of_it) and getattr(one, "maxlen", None) is None
         ]
-        first, last = self._lengths[0], self._lengths[-1]
-        return [f"{_owner(containers[number])}: {first[number]} entries, then {last[number]}" for number in grown]
+        return [f"{_owner(one)}: {of_it[0]} entries, then {of_it[-1]}" for one, of_it in grown]
 
     def _types(self) -> list[str]:
         first, last = self._counts[0], self._counts[-1]
         return [
-            f"objects of {name}: {first[name]}, then {last[name]}"
-            for name in last
-            if name.startswith("prime_hpc.") and self._has_grown([counts[name] for counts in self._counts])
+            f"objects of {_name(kind)}: {first[kind]}, then {last[kind]}"
+            for kind in last
+            if _name(kind).startswith("prime_hpc.") and self._has_grown([counts[kind] for counts in self._counts])
         ]
 
-    def _has_grown(self, sizes: list[int]) -> bool:
+    def _has_grown(self, sizes: Sequence[int]) -> bool:
         return all(after - before >= self._every for before, after in pairwise(sizes))
 
 
@@ -89,8 +87,15 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is_container(one: Any) -> bool:
-    return issubclass(type(one), CONTAINERS)  # `isinstance` asks the object, and some do things then
+def containers(objects: Iterable[Any]) -> Iterator[Any]:
+    """Those that gain entries. `isinstance` would ask each object, and some do things then."""
+    kinds: dict[type, bool] = {}
+    for one in objects:
+        kind = type(one)
+        if kind not in kinds:
+            kinds[kind] = issubclass(kind, CONTAINERS)
+        if kinds[kind]:
+            yield one
 
 
 def _owner(container: Any) -> str:

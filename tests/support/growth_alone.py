@@ -37,12 +37,12 @@ def a_supervisor(run_dir: Path) -> list[str] | None:
 def environments(tokenizer_dir: Path) -> list[str] | None:
     """Of which sixteen episodes are played a step."""
     limit_caches()
-    growth = Growth([10, 20, 30, 40, 50])
+    growth = Growth(STEPS)
     world = World(PreTrainedTokenizerFast.from_pretrained(tokenizer_dir), tokenizer_dir)
 
     async def play() -> None:
         async with world.pool(EnvConfig(id="reverse-text", args={"num_tasks": 64})) as pool:
-            for step in range(1, 51):
+            for step in range(1, STEPS[-1] + 1):
                 await asyncio.gather(*(pool.run_episode(0, (16 * step + i) % 64) for i in range(16)))
                 world.server.requests.clear()
                 world.server.headers.clear()
