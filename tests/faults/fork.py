@@ -181,6 +181,7 @@ def _become(
                 signal.signal(ignored, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_to)
         module, sys.argv = command[0], ["-m", *command[1:]]
+        Path("/proc/self/comm").write_text(module.removeprefix("prime_hpc.")[-15:])  # for `top`: a fork has no command
         inject.begin(module)
         if module == SERVER:
             _heed_the_compilers_switch()
