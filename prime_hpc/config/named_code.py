@@ -92,6 +92,8 @@ ALGORITHMS = {
     "opo": AlgorithmEntry(f"{_ADVANTAGES}.opo:opo"),
     "optimal_token_baseline": AlgorithmEntry(f"{_ADVANTAGES}.opo:OptimalTokenBaseline"),
     "max_rl": AlgorithmEntry(f"{_ADVANTAGES}.max_rl:max_rl"),
+    "pass_at_k": AlgorithmEntry(f"{_ADVANTAGES}.pass_at_k:pass_at_k"),
+    "pkpo": AlgorithmEntry(f"{_ADVANTAGES}.pass_at_k:pkpo"),
     "rae": AlgorithmEntry(f"{_ADVANTAGES}.rae:RoleAdvantage", min_group=1),
     "reinforce": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),
     "gae": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:TokenRewards", min_group=1, critic=True),

@@ -43,11 +43,14 @@ REFERENCES: dict[str, Callable[..., list[float]]] = {
     "rloo": reference.rloo,
     "opo": reference.opo,
     "max_rl": reference.max_rl,
+    "pass_at_k": reference.pass_at_k,
+    "pkpo": reference.pkpo,
     "reinforce": reference.reinforce,
     "none": reference.reinforce,
     "sft": reference.sft,
 }
-CENTERED = ("grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl")
+CENTERED = ("grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl", "pass_at_k")
+COMPARING = (*CENTERED, "pkpo")
 
 
 def episode(reward: float, runs: list[int], rng: np.random.Generator, truncated: bool = False) -> Episode:
@@ -177,7 +180,7 @@ def roles_error(kind: str, rng: np.random.Generator) -> float:
     columns = []
     for seat in range(2):
         rewards, lengths = [row[seat][1] for row in rows], [row[seat][2] for row in rows]
-        equal = max(rewards) == min(rewards) and kind in CENTERED
+        equal = max(rewards) == min(rewards) and kind in COMPARING
         columns.append([0.0] * len(rows) if equal else REFERENCES[kind](rewards, lengths))
     scores = Scorer(AdvantageConfig(type=kind), max_tokens=100).score(group)
     return traces_error(group, scores, [list(pair) for pair in zip(*columns, strict=True)])
@@ -370,9 +373,9 @@ def overlong_error(rng: np.random.Generator) -> float:
 CLAIMS: dict[str, tuple[Callable[[str, np.random.Generator], float], tuple[str, ...]]] = {
     "value": (value_error, tuple(REFERENCES)),
     "order": (order_error, tuple(REFERENCES)),
-    "shift": (shift_error, tuple(k for k in CENTERED if k != "max_rl")),
+    "shift": (shift_error, tuple(k for k in COMPARING if k != "max_rl")),
     "roles": (roles_error, tuple(k for k in REFERENCES if k != "sft")),
-    "equal": (equal_error, CENTERED),
+    "equal": (equal_error, COMPARING),
     "mean": (mean_error, CENTERED),
 }
 OTHERS: dict[str, Callable[[np.random.Generator], float]] = {

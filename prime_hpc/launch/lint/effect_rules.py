@@ -75,6 +75,7 @@ def _of_advantage(experiment: Experiment) -> Iterator[Row]:
     yield f"{key}.overlong_penalty", advantage.overlong == "penalize", f"{key}.overlong = penalize"
     yield f"{key}.timeout_reward", advantage.timeout == "penalize", f"{key}.timeout = penalize"
     for name, users in (
+        ("pass_k", {"pass_at_k", "pkpo"}),
         ("decay", {"rae"}),
         ("within", {"hierarchical_grpo"}),
         ("reward_weight", {"opd", "opsd"}),

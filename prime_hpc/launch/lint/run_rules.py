@@ -212,12 +212,12 @@ def learning(subject: Subject) -> Iterator[Finding]:
         )
     advantage = experiment.orchestrator.advantage
     types = {env.algorithm or advantage.type for env in experiment.orchestrator.env}
-    if types & {"grpo", "grpo_shuffled"} and advantage.scale == "batch":
+    if (divided := sorted(types & {"grpo", "grpo_shuffled", "pass_at_k"})) and advantage.scale == "batch":
         yield Finding.warning(
             "PH226",
             "orchestrator.advantage.scale",
-            "grpo has divided each group's advantages by its standard deviation: scale = batch divides them once more, "
-            "by a figure that tells little but how many groups have no signal",
+            f"{divided[0]} has divided each group's advantages by a standard deviation: scale = batch divides them "
+            "once more, by a figure that tells little but how many groups have no signal",
             "orchestrator.advantage.type = dr_grpo (REINFORCE++-baseline, ScaleRL), or scale = none",
         )
     if loss.objective.imitates and not advantage.imitates and not experiment.orchestrator.curriculum.gates:
