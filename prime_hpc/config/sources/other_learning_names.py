@@ -187,10 +187,7 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "the correction for what engine and trainer compute differently: <trainer.loss.correction.type>, "
         "<trainer.loss.correction.level>, <trainer.loss.correction.high>",
     ),
-    (
-        "rollout_is_batch_normalize",
-        "a correction's weights are not divided by their mean over the batch: leave it out (<trainer.loss.correction>)",
-    ),
+    ("rollout_is_batch_normalize", "it is <trainer.loss.correction.batch_normalize>"),
     (
         "rollout_rs rollout_rs_threshold rollout_token_veto_threshold rejection_sampling",
         "tokens or sequences outside of bounds are left out with `mask`: <trainer.loss.correction.type>; sequences by "
