@@ -79,6 +79,8 @@ class AlgorithmEntry:
     """`orchestrator.teacher` samples in the policy's place."""
     critic: bool = False
     """It gives tokens rewards, of which `trainer.critic` makes advantages."""
+    greedy: bool = False
+    """Each prompt has one more rollout, of the likeliest tokens, which never trains: it is told that one's reward."""
 
 
 _ADVANTAGES = "prime_hpc.orchestrator.algorithms"
@@ -89,6 +91,7 @@ ALGORITHMS = {
     "grpo_shuffled": AlgorithmEntry(f"{_ADVANTAGES}.shuffled:grpo_shuffled"),
     "gdpo": AlgorithmEntry(f"{_ADVANTAGES}.gdpo:gdpo"),
     "rloo": AlgorithmEntry(f"{_ADVANTAGES}.rloo:rloo"),
+    "remax": AlgorithmEntry(f"{_ADVANTAGES}.rloo:remax", min_group=1, greedy=True),
     "opo": AlgorithmEntry(f"{_ADVANTAGES}.opo:opo"),
     "optimal_token_baseline": AlgorithmEntry(f"{_ADVANTAGES}.opo:OptimalTokenBaseline"),
     "max_rl": AlgorithmEntry(f"{_ADVANTAGES}.max_rl:max_rl"),
@@ -103,7 +106,7 @@ ALGORITHMS = {
     "opsd": AlgorithmEntry(f"{_ADVANTAGES}.opsd:SelfDistillation", min_group=1, teacher="self"),
     "sft": AlgorithmEntry(f"{_ADVANTAGES}.sft_distill:sft", min_group=1, imitates=True),
 }
-"""Name -> algorithm. One of your own says its `min_group` and `teacher` as attributes, which are read where it runs."""
+"""Name -> algorithm. One of your own says `min_group`, `teacher` and `greedy` as attributes, read where it runs."""
 
 BACKENDS = {
     "vllm": "prime_hpc.inference.vllm.backend:VLLM",

@@ -186,6 +186,21 @@ def roles_error(kind: str, rng: np.random.Generator) -> float:
     return traces_error(group, scores, [list(pair) for pair in zip(*columns, strict=True)])
 
 
+def remax_error(rng: np.random.Generator) -> float:
+    """One or two roles, each trace less the greedy rollout's mean over its role; now and then a penalty on all."""
+    roles = ("first", "second") if rng.integers(2) else ("alone",)
+    group, rows = seats(rng, roles, zero_sum=bool(rng.integers(2)))
+    greedy, others = seats(rng, roles, zero_sum=False)
+    penalty = float(rng.integers(2))
+    group, greedy = ([replace(e, result=replace(e.result, truncated=True)) for e in each] for each in (group, greedy))
+    config = AdvantageConfig(type="remax", overlong="penalize", overlong_penalty=penalty)
+    scores = Scorer(config, max_tokens=9).score(group, greedy=greedy[0])
+    wanted = [[row[seat][1] - others[0][seat][1] for seat in range(len(roles))] for row in rows]
+    if len(roles) == 1:
+        return _error(scores.advantages, np.array(wanted)[:, 0])
+    return traces_error(group, scores, wanted)
+
+
 def rae_error(rng: np.random.Generator) -> float:
     """Several groups of two environments in turn, one or two roles, zero-sum or not, a saved state half-way."""
     config = AdvantageConfig(type="rae", decay=0.9)
@@ -379,6 +394,7 @@ CLAIMS: dict[str, tuple[Callable[[str, np.random.Generator], float], tuple[str, 
     "mean": (mean_error, CENTERED),
 }
 OTHERS: dict[str, Callable[[np.random.Generator], float]] = {
+    "remax": remax_error,
     "rae": rae_error,
     "gae": gae_error,
     "gdpo": gdpo_error,

@@ -56,6 +56,22 @@ def test_the_control_deals_out_the_same_advantages_whatever_each_has_earned() ->
     assert np.abs(np.mean(found, axis=0)).max() < 0.25  # nobody's own
 
 
+def test_remax_compares_with_the_greedy_rollout_under_the_same_penalties() -> None:
+    """`length` is relative to the longest of all, the greedy one included."""
+
+    def found(rewards: list[float], greedy: float, lengths: list[int], **config: object) -> list[float]:
+        scorer = Scorer(AdvantageConfig.model_validate({"type": "remax"} | config), max_tokens=100)
+        *group, last = episodes([*rewards, greedy], lengths)
+        return scorer.score(group, greedy=last).advantages.tolist()
+
+    assert get_algorithm("remax").greedy and get_algorithm("remax").min_group == 1
+    assert found([1.0], 0.25, [1, 1]) == [0.75]
+    assert found([0.1 + 0.2, 1.0], 0.3, [1, 1, 1]) == [0.0, 0.7]  # rounding is no signal
+    length = {"length": {"output": 0.4, "by_success": False}}
+    assert found([1.0, 1.0], 1.0, [1, 2, 4], **length) == pytest.approx([0.3, 0.2])
+    assert found([1.0, 0.0], 0.5, [4, 2, 1]) == [0.5, -0.5]
+
+
 def test_known_values() -> None:
     assert advantages("grpo", [1, 0, 0, 1]) == pytest.approx([1, -1, -1, 1], abs=1e-5)
     assert advantages("rloo", [1, 0, 0, 0]) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])

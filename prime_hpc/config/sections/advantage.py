@@ -59,7 +59,8 @@ class AdvantageConfig(Section):
 
     type: AdvantageName = "grpo"
     """`grpo`: (r - mean) / std over the group; `gdpo`: the same of each reward function by
-    itself, added up with their weights; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
+    itself, added up with their weights; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others; `remax`: r
+    - that of one more rollout of the prompt, sampled greedily, which does not train;
     `opo`: r - mean weighted by length, `optimal_token_baseline`: by the gradient up to each token; `max_rl`: (r - mean)
     / mean; `pass_at_k`: `grpo` of the best of every `pass_k` rollouts, `pkpo`: what a rollout adds to that best; `rae`:
     r - a moving average of each role's rewards in the environment; `reinforce` (`none`): r itself;

@@ -59,7 +59,6 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("otb", "tir_optimal_token_baseline"), "it is optimal_token_baseline"),
         "grpo_passk": "it is pkpo, with orchestrator.advantage.pass_k = the rollouts of a prompt",
         **dict.fromkeys(("passk", "pass_k", "pass@k"), "it is pass_at_k, with orchestrator.advantage.pass_k"),
-        "remax": "there is none: its baseline is a greedy reply's reward; rloo compares a prompt's other replies",
         "raw_reward": "it is reinforce",
         "normalize_then_sum": "it is gdpo, with orchestrator.advantage.scale = batch",
         "maxrl": "it is max_rl",
