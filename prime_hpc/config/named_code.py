@@ -103,7 +103,7 @@ ALGORITHMS = {
     "none": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),
     "hierarchical_grpo": AlgorithmEntry(f"{_ADVANTAGES}.hierarchical_grpo:HierarchicalGRPO", min_group=1),
     "opd": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", min_group=1, teacher="model"),
-    "opsd": AlgorithmEntry(f"{_ADVANTAGES}.opsd:SelfDistillation", min_group=1, teacher="self"),
+    "opsd": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", min_group=1, teacher="self"),
     "sft": AlgorithmEntry(f"{_ADVANTAGES}.sft_distill:sft", min_group=1, imitates=True),
 }
 """Name -> algorithm. One of your own says `min_group`, `teacher` and `greedy` as attributes, read where it runs."""

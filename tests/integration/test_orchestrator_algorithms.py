@@ -89,10 +89,8 @@ def test_greedy_rollouts_are_a_baseline_and_nothing_else_over_two_attempts(
         assert {row["env"] for row in rollouts if row.get("greedy")} == {"with"} and len(greedy) > 6
         differing = 0
         for rank in (rank for step in range(1, 7) for rank in world.ranks(step)):
-            rows = zip(
-                rank.group_ids, rank.env_ids, rank.sample_ids, rank.rewards, _first_advantages(rank), strict=True
-            )
-            for position, env, ident, reward, advantage in rows:
+            columns = rank.group_ids, rank.env_ids, rank.sample_ids, rank.rewards, _first_advantages(rank)
+            for position, env, ident, reward, advantage in zip(*columns, strict=True):
                 if env == 0:
                     assert ident - sample_id(int(position), 0) in (0, 1), "none of them trains"
                     baseline = greedy[int(position), taken[int(position)]]
@@ -103,7 +101,6 @@ def test_greedy_rollouts_are_a_baseline_and_nothing_else_over_two_attempts(
         assert asked.count(0.0) >= len(greedy) and set(asked) == {0.0, 1.0}
         rows = [row for row in world.metrics() if "reward/mean" in row]
         assert any("reward/greedy" in row and row["tokens/greedy"] > 0 for row in rows)
-        assert all(row["episodes/completed"] >= row.get("episodes/greedy", 0) for row in rows)
 
 
 def _first_advantages(rank: RankBatch) -> np.ndarray:
