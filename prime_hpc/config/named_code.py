@@ -72,9 +72,9 @@ class AlgorithmEntry:
     place: str
     min_group: int = 2
     """Fewest rollouts of a prompt that it can score; 2: it compares them."""
-    teacher: Literal["", "model", "self"] = ""
+    teacher: Literal["", "model", "self", "peer"] = ""
     """The scorer of the tokens before it is called: nobody, `orchestrator.teacher`, or the policy itself, shown the
-    task's demonstration."""
+    task's demonstration (`self`) or another rollout of the group that has succeeded (`peer`)."""
     imitates: bool = False
     """`orchestrator.teacher` samples in the policy's place."""
     critic: bool = False
@@ -104,6 +104,7 @@ ALGORITHMS = {
     "hierarchical_grpo": AlgorithmEntry(f"{_ADVANTAGES}.hierarchical_grpo:HierarchicalGRPO", min_group=1),
     "opd": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", min_group=1, teacher="model"),
     "opsd": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", min_group=1, teacher="self"),
+    "sdpo": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", teacher="peer"),
     "sft": AlgorithmEntry(f"{_ADVANTAGES}.sft_distill:sft", min_group=1, imitates=True),
 }
 """Name -> algorithm. One of your own says `min_group`, `teacher` and `greedy` as attributes, read where it runs."""

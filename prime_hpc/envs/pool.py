@@ -168,8 +168,12 @@ class EnvPool:
                 f"environment {self.sources[source_index].name!r}: task {task_index} has no {field!r} to show the "
                 f"teacher; its own fields are {', '.join(own) or 'none'}: set orchestrator.advantage.demonstration"
             )
+        return self.lead(text, str(value))
+
+    def lead(self, text: str, shown: str) -> list[int]:
+        """Tokens of a system message that shows something; `text` holds `{demonstration}`."""
         assert self._renderer is not None, "only an API has none, and nobody teaches one"
-        return self._renderer.lead(text.replace("{demonstration}", str(value)))
+        return self._renderer.lead(text.replace("{demonstration}", shown))
 
     async def run_episode(
         self, source_index: int, task_index: int, url_index: int = 0, *, greedy: bool = False

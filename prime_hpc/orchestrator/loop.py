@@ -272,6 +272,8 @@ class Orchestrator:
         self.book.add(group, index, episode)
         if self.book.counts.completed > num_completed:
             self.barren.begin_anew()
+            if self.parts.teacher is not None:
+                self.parts.teacher.begin_complete(group)
         for consumed in self.book.take_consumed():
             fate = "dropped" if self.book.counts.dropped > num_dropped else "rejected"
             if fate == "dropped":
@@ -387,6 +389,7 @@ class Orchestrator:
         }
         for pool in (self.parts.train_pool, self.parts.eval_pool):
             row |= pool.metrics() if pool is not None else {}
+        row |= self.parts.teacher.drain_metrics() if self.parts.teacher is not None else {}
         if self.exp.orchestrator.bench:
             self.rows.append(row)
         self.parts.metrics.log(step, **row)

@@ -400,6 +400,7 @@ OTHERS: dict[str, Callable[[np.random.Generator], float]] = {
     "gdpo": gdpo_error,
     "opd": partial(distillation_error, "opd"),
     "opsd": partial(distillation_error, "opsd"),
+    "sdpo": partial(distillation_error, "sdpo"),
     "optimal_token_baseline": optimal_token_error,
     "hierarchical_grpo": hierarchical_error,
     "length penalty": length_error,

@@ -65,10 +65,10 @@ class AdvantageConfig(Section):
     / mean; `pass_at_k`: `grpo` of the best of every `pass_k` rollouts, `pkpo`: what a rollout adds to that best; `rae`:
     r - a moving average of each role's rewards in the environment; `reinforce` (`none`): r itself;
     `gae`: by `trainer.critic`, of r at the last token, without any group; `hierarchical_grpo`: each agent against its
-    own kind; `grpo_shuffled`: a control, `grpo` of rewards dealt out at random within their group; `opd`, `opsd`: token
-    by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was shown the
-    task's answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`. Where an episode
-    has several agents, all compare the traces of one role."""
+    own kind; `grpo_shuffled`: a control, `grpo` of rewards dealt out at random within their group; `opd`, `opsd`,
+    `sdpo`: token by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was
+    shown the task's answer, or a rollout of the group that succeeded; `sft`: the teacher samples, the policy imitates;
+    or your own as `module:function`. Where an episode has several agents, all compare the traces of one role."""
     args: Arguments = {}
     """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)
@@ -82,13 +82,15 @@ class AdvantageConfig(Section):
     decay: float = Field(0.95, ge=0, lt=1)
     """`rae`: what the moving average keeps of itself at each trace."""
     reward_weight: float = Field(0.0, ge=0)
-    """`opd`, `opsd`: weight of r - mean beside the teacher's word; 0 is distillation alone."""
+    """`opd`, `opsd`, `sdpo`: weight of r - mean beside the teacher's word; 0 is distillation alone."""
     max_gap: float = Field(20.0, gt=0)
-    """`opd`, `opsd`: bound of a token's log p_teacher - log p_policy on both sides, in nats."""
+    """`opd`, `opsd`, `sdpo`: bound of a token's log p_teacher - log p_policy on both sides, in nats."""
     demonstration: str = "answer"
     """`opsd`: field of the task's data that the teacher is shown."""
     demonstration_text: str = "A correct solution of the task that follows: {demonstration}"
-    """`opsd`: system message that shows it, before everything else."""
+    """`opsd`, `sdpo`: system message that shows it, before everything else."""
+    success_reward: float = 1.0
+    """`sdpo`: rollouts from this reward on are shown to the teacher of their group's others."""
     within: list[str] = []
     """`hierarchical_grpo`: agents compared within one episode; default: those that act more than once in one."""
     echo: EchoConfig | None = None

@@ -83,6 +83,14 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "a teacher that runs already: <orchestrator.teacher.base_url>",
     ),
     (
+        "success_reward_threshold",
+        "it is <orchestrator.advantage.success_reward>, with `sdpo` as <orchestrator.advantage.type>",
+    ),
+    (
+        "reprompt_template solution_template",
+        "a system message shows the rollout that succeeded: <orchestrator.advantage.demonstration_text>",
+    ),
+    (
         "dro_beta kl_tau",
         "the weight of a squared log-ratio to the policy that sampled: <trainer.loss.kl.coef>, with `behaviour` as "
         "<trainer.loss.kl.target> and `k2` as <trainer.loss.kl.estimator>, which halves the square as `dro_beta` does; "

@@ -78,13 +78,14 @@ def _of_advantage(experiment: Experiment) -> Iterator[Row]:
         ("pass_k", {"pass_at_k", "pkpo"}),
         ("decay", {"rae"}),
         ("within", {"hierarchical_grpo"}),
-        ("reward_weight", {"opd", "opsd"}),
-        ("max_gap", {"opd", "opsd"}),
+        ("reward_weight", {"opd", "opsd", "sdpo"}),
+        ("max_gap", {"opd", "opsd", "sdpo"}),
         ("demonstration", {"opsd"}),
-        ("demonstration_text", {"opsd"}),
+        ("demonstration_text", {"opsd", "sdpo"}),
+        ("success_reward", {"sdpo"}),
     ):
         yield f"{key}.{name}", is_own or bool(types & users), f"{key}.type = {' or '.join(sorted(users))}"
-    if types & {"opd", "opsd"}:
+    if types & {"opd", "opsd", "sdpo"}:
         compares = experiment.trainer.loss.distillation is not None
         yield f"{key}.max_gap", not compares, "runs without trainer.loss.distillation"
 

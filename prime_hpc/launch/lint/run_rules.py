@@ -228,12 +228,13 @@ def learning(subject: Subject) -> Iterator[Finding]:
             "another trainer.loss.type; orchestrator.advantage.type = sft with a teacher; or "
             "orchestrator.curriculum.gates that let good groups alone in",
         )
-    if advantage.type == "opsd" and experiment.max_model_len <= experiment.seq_len:
+    if advantage.type in ("opsd", "sdpo") and experiment.max_model_len <= experiment.seq_len:
+        fate = "counts as failed" if advantage.type == "opsd" else "has no teacher"
         yield Finding.warning(
             "PH223",
             "inference.max_model_len",
             f"the engines take {experiment.max_model_len} tokens, as many as a sample has: with the demonstration "
-            "before it, a rollout that fills its context cannot be scored and counts as failed",
+            f"before it, a rollout that fills its context cannot be scored and {fate}",
             "seq_len and the longest demonstration together",
         )
 

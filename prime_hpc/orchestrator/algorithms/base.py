@@ -158,7 +158,7 @@ class FoundAlgorithm:
     name: str
     build: Callable[[AdvantageConfig], Algorithm]
     min_group: int
-    teacher: Literal["", "model", "self"] = ""
+    teacher: Literal["", "model", "self", "peer"] = ""
     """As in `AlgorithmEntry`."""
     greedy: bool = False
     """As in `AlgorithmEntry`."""
@@ -197,7 +197,7 @@ def get_algorithm(name: str) -> FoundAlgorithm:
     """Return the algorithm called `name`, or the user's own at `module:function` or `module:Class`.
 
     Its own one may have an attribute `min_group`; without, it must score groups of any size from 1. With an attribute
-    `teacher` (`model` or `self`) its groups come with `references`, with one `greedy` that is true
+    `teacher` (`model`, `self`, `peer`) its groups come with `references`, with one `greedy` that is true
     with a greedy rollout.
     Raises ConfigError: unknown, or the import fails; says why.
     """
@@ -215,9 +215,9 @@ def get_algorithm(name: str) -> FoundAlgorithm:
         arguments = revealed(config.args)
         return found(**arguments) if isinstance(found, type) else _Stateless(found, **arguments)
 
-    teacher: Literal["", "model", "self"] = getattr(found, "teacher", "")
-    if teacher not in ("", "model", "self"):
-        raise ConfigError(f"{name!r} has teacher = {teacher!r}: 'model', 'self' or nothing", _KEY)
+    teacher: Literal["", "model", "self", "peer"] = getattr(found, "teacher", "")
+    if teacher not in ("", "model", "self", "peer"):
+        raise ConfigError(f"{name!r} has teacher = {teacher!r}: 'model', 'self', 'peer' or nothing", _KEY)
     return FoundAlgorithm(
         name, build, int(getattr(found, "min_group", 1)), teacher, bool(getattr(found, "greedy", False))
     )

@@ -33,6 +33,21 @@ the policy could only have known from the solution is so taught to it without th
 Edge cases: those of `opd`. A task without that field ends the run with its fields named. The teacher moves with the
 policy: a sample is scored by the version that is served when its episode ends, which may be newer than the one that
 sampled it. A field that says little (a bare number) shifts little but the end of the rollout.
+
+`sdpo`: the teacher is the policy itself, having been shown another rollout of the same prompt that succeeded
+(self-distillation policy optimization, arXiv 2601.20802).
+
+    A_t = w (r_i - mean(r)) + clip(log p(t | y_j, x, y_<t) - log p(t | x, y_<t), -g, g)
+
+with j the first other rollout of the group whose reward is `success_reward` or more; its text (what followed the
+prompt) stands where `opsd` has the demonstration. So no answer is needed, and every token of a failed rollout is told
+apart from what a success would have said there. The paper shows feedback of the environment, too, and its teacher may
+be a moving average of the policy; here it is the policy that is served once the group is complete.
+
+Edge cases: those of `opd`. A rollout without such a peer, or for which prompt, peer and rollout together are too long,
+has no teacher: its tokens have the rewards' part alone. With `trainer.loss.distillation` such a one is compared with
+the policy that sampled it, shown nothing. Peers are those of the whole episode, by its reward from the environment,
+before penalties; of several agents the first one's text is shown.
 """
 
 import numpy as np
