@@ -244,13 +244,14 @@ def curriculum(subject: Subject) -> Iterator[Finding]:
     """Pools that do nothing, or that a task cannot leave; a gate that rejects what the algorithm learns from."""
     orchestrator, key = subject.experiment.orchestrator, "orchestrator.curriculum.sampler"
     each = [orchestrator.advantage_of(i).type for i in range(len(orchestrator.env))] or [orchestrator.advantage.type]
+    learns = {"gdpo": "single functions differ", "remax": "the greedy rollout's reward is another"}
     for i, gate in enumerate(orchestrator.curriculum.gates):
-        if gate.type == "advantage_range" and "gdpo" in each:
+        if gate.type == "advantage_range" and (losing := [name for name in learns if name in each]):
             yield Finding.warning(
                 "PH208",
                 f"orchestrator.curriculum.gates.{i}",
                 "advantage_range looks at the sum of the rewards: it rejects groups whose rewards add up to the same, "
-                "though gdpo has a signal where single functions differ",
+                f"though {losing[0]} has a signal where {learns[losing[0]]}",
                 "leave it out; groups without any signal are told by orchestrator.advantage.zero",
             )
     sampler = orchestrator.curriculum.sampler
