@@ -343,6 +343,12 @@ class Experiment(Section):
                 )
             if advantage.compares_rollouts and o.group_size(i) < 2:
                 raise ValueError(f"{key}: {advantage.type} compares rollouts of one prompt: {TOO_FEW}")
+            if o.group_size(i) < advantage.least_group:
+                raise ValueError(
+                    f"{key}: {advantage.type} with orchestrator.advantage.pass_k = {advantage.pass_k} needs at least "
+                    f"{advantage.least_group} rollouts of one prompt, and rollouts_per_example is {o.group_size(i)}: "
+                    "raise it, or lower pass_k"
+                )
             sampling = env.sampling.over(o.sampling)
             if sampling.max_tokens >= self.max_model_len:
                 raise ValueError(

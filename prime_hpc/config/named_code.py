@@ -72,13 +72,15 @@ class AlgorithmEntry:
     place: str
     min_group: int = 2
     """Fewest rollouts of a prompt that it can score; 2: it compares them."""
-    teacher: Literal["", "model", "self"] = ""
+    teacher: Literal["", "model", "self", "peer"] = ""
     """The scorer of the tokens before it is called: nobody, `orchestrator.teacher`, or the policy itself, shown the
-    task's demonstration."""
+    task's demonstration (`self`) or another rollout of the group that has succeeded (`peer`)."""
     imitates: bool = False
     """`orchestrator.teacher` samples in the policy's place."""
     critic: bool = False
     """It gives tokens rewards, of which `trainer.critic` makes advantages."""
+    greedy: bool = False
+    """Each prompt has one more rollout, of the likeliest tokens, which never trains: it is told that one's reward."""
 
 
 _ADVANTAGES = "prime_hpc.orchestrator.algorithms"
@@ -89,19 +91,23 @@ ALGORITHMS = {
     "grpo_shuffled": AlgorithmEntry(f"{_ADVANTAGES}.shuffled:grpo_shuffled"),
     "gdpo": AlgorithmEntry(f"{_ADVANTAGES}.gdpo:gdpo"),
     "rloo": AlgorithmEntry(f"{_ADVANTAGES}.rloo:rloo"),
+    "remax": AlgorithmEntry(f"{_ADVANTAGES}.rloo:remax", min_group=1, greedy=True),
     "opo": AlgorithmEntry(f"{_ADVANTAGES}.opo:opo"),
     "optimal_token_baseline": AlgorithmEntry(f"{_ADVANTAGES}.opo:OptimalTokenBaseline"),
     "max_rl": AlgorithmEntry(f"{_ADVANTAGES}.max_rl:max_rl"),
+    "pass_at_k": AlgorithmEntry(f"{_ADVANTAGES}.pass_at_k:pass_at_k"),
+    "pkpo": AlgorithmEntry(f"{_ADVANTAGES}.pass_at_k:pkpo"),
     "rae": AlgorithmEntry(f"{_ADVANTAGES}.rae:RoleAdvantage", min_group=1),
     "reinforce": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),
     "gae": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:TokenRewards", min_group=1, critic=True),
     "none": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),
     "hierarchical_grpo": AlgorithmEntry(f"{_ADVANTAGES}.hierarchical_grpo:HierarchicalGRPO", min_group=1),
     "opd": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", min_group=1, teacher="model"),
-    "opsd": AlgorithmEntry(f"{_ADVANTAGES}.opsd:SelfDistillation", min_group=1, teacher="self"),
+    "opsd": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", min_group=1, teacher="self"),
+    "sdpo": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", teacher="peer"),
     "sft": AlgorithmEntry(f"{_ADVANTAGES}.sft_distill:sft", min_group=1, imitates=True),
 }
-"""Name -> algorithm. One of your own says its `min_group` and `teacher` as attributes, which are read where it runs."""
+"""Name -> algorithm. One of your own says `min_group`, `teacher` and `greedy` as attributes, read where it runs."""
 
 BACKENDS = {
     "vllm": "prime_hpc.inference.vllm.backend:VLLM",

@@ -88,18 +88,22 @@ class SourceRunner:
         self.policies = policies
         # A fresh environment each time: the resources that it holds belong to this event loop.
         self.env = load_environment(source.env_config)
-        self.contexts = [
-            vf.ModelContext(
-                model=settings.model_name,
-                client=vf.TrainClientConfig(base_url=url, api_key_var=settings.api_key_var),
-                sampling=sampling,
-            )
-            for url in settings.urls
-        ]
+        self.contexts, self.greedy_contexts = (
+            [
+                vf.ModelContext(
+                    model=settings.model_name,
+                    client=vf.TrainClientConfig(base_url=url, api_key_var=settings.api_key_var),
+                    sampling=own,
+                )
+                for url in settings.urls
+            ]
+            for own in (sampling, sampling.model_copy(update={"temperature": 0.0}))
+        )
         self._distribution = of_distribution(sampling.model_dump())
         self._stack = AsyncExitStack()
         self._shared: dict[str, Any] = {}
         self._agents: list[_PlainAgent] = []
+        self._greedy_agents: list[_PlainAgent] = []
         self._sandboxes = ""
         """Name of the open pool; empty: none."""
 
@@ -127,32 +131,36 @@ class SourceRunner:
         await env.start()
         if self._is_plain():
             (seat,) = agent_config_fields(self.source.env_config).values()
-            self._agents = [self._agent(seat, context, interception) for context in self.contexts]
+            self._agents, self._greedy_agents = (
+                [self._agent(seat, context, interception) for context in contexts]
+                for contexts in (self.contexts, self.greedy_contexts)
+            )
 
     async def close(self) -> None:
         """Free what `open` took."""
         await self._stack.aclose()
 
-    async def run(self, number: int, url_index: int, traces: list[vf.Trace]) -> EpisodeResult:
+    async def run(self, number: int, url_index: int, traces: list[vf.Trace], *, greedy: bool = False) -> EpisodeResult:
         """Play one episode of a task, by its number in the whole split, and turn it into a result. Deadlines are the
         caller's, who sees its traces in `traces`."""
+        agents, contexts = (self._greedy_agents, self.greedy_contexts) if greedy else (self._agents, self.contexts)
         started = time.monotonic()
         task = self.source.task_number(number)  # here: an endless taskset's code makes it, and may block
         policy = self.policies[self.settings.urls[url_index]]
         try:
-            if self._agents:
+            if agents:
                 # One seat and a box that costs nothing: skip what `Env.run_episode` would build for every episode.
                 async with sandbox_box(self._sandboxes) if self._sandboxes else LazyBox() as box:
-                    trace = await self._agents[url_index].run_once(task, box, self._shared, traces.append)
+                    trace = await agents[url_index].run_once(task, box, self._shared, traces.append)
                 episode: Any = _Solo([trace])
             else:
                 (slot,) = self.env.slots(task, 1)
-                episode = await self.env.run_slot(slot, self.contexts[url_index], on_trace=traces.append)
+                episode = await self.env.run_slot(slot, contexts[url_index], on_trace=traces.append)
         finally:
             turns = [turn for trace in traces for turn in policy.take_turns(trace.id)]
         duration_s = time.monotonic() - started
         if self.settings.keep_samples and self.settings.chat is None:
-            if self.settings.is_policy:
+            if self.settings.is_policy and not greedy:
                 self._refuse_other_sampling(episode)
             versions = {id(turn.logprobs): turn.versions for turn in turns}
             routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
@@ -253,9 +261,11 @@ class EpisodeRunner:
         """Name of the environment that was begun to start last."""
         return self._opened[-1].source.name if self._opened else ""
 
-    async def run(self, source_index: int, number: int, url_index: int, traces: list[vf.Trace]) -> EpisodeResult:
+    async def run(
+        self, source_index: int, number: int, url_index: int, traces: list[vf.Trace], *, greedy: bool = False
+    ) -> EpisodeResult:
         """Play one episode; its traces are put into `traces` as they begin."""
-        return await self._sources[source_index].run(number, url_index, traces)
+        return await self._sources[source_index].run(number, url_index, traces, greedy=greedy)
 
     def overdue_in(self, url_index: int, traces: Sequence[vf.Trace]) -> tuple[str, str]:
         """Return the class of an overdue episode's timeout, and words of what it waits for. From any thread."""

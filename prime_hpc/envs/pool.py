@@ -168,14 +168,21 @@ class EnvPool:
                 f"environment {self.sources[source_index].name!r}: task {task_index} has no {field!r} to show the "
                 f"teacher; its own fields are {', '.join(own) or 'none'}: set orchestrator.advantage.demonstration"
             )
-        assert self._renderer is not None, "only an API has none, and nobody teaches one"
-        return self._renderer.lead(text.replace("{demonstration}", str(value)))
+        return self.lead(text, str(value))
 
-    async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
+    def lead(self, text: str, shown: str) -> list[int]:
+        """Tokens of a system message that shows something; `text` holds `{demonstration}`."""
+        assert self._renderer is not None, "only an API has none, and nobody teaches one"
+        return self._renderer.lead(text.replace("{demonstration}", shown))
+
+    async def run_episode(
+        self, source_index: int, task_index: int, url_index: int = 0, *, greedy: bool = False
+    ) -> EpisodeResult:
         """Play one episode to its end or its deadline, whichever comes first.
 
         Args:
             task_index: which of its tasks, 0 <= task_index < sources[source_index].num_tasks.
+            greedy: at temperature 0, whatever the environment's sampling is.
 
         Returns:
             The result, also of episodes that fail, time out or are cut off by the pool's closing.
@@ -190,7 +197,9 @@ class EnvPool:
             raise IndexError(f"url_index is {url_index}; there are {len(self._settings.urls)} servers")
         assert self._closed is not None, "enter the pool first"
         if source_index in self._fleets:
-            return await self._fleets[source_index].run(number, url_index)  # the task is made there alone
+            return await self._fleets[source_index].run(
+                number, url_index, greedy=greedy
+            )  # the task is made there alone
         started = loop_time()
         timeout_s = source.config.timeout_s
         label = f"{source.name} task {task_index}"
@@ -202,7 +211,7 @@ class EnvPool:
         if worker is None or lost is None:
             return _unfinished(EpisodeState.FAILED, "the environments could not be restarted", "EnvError", started)
         runner, traces = self._runner, list[Any]()
-        job = worker.start(runner.run(source_index, number, url_index, traces), label)
+        job = worker.start(runner.run(source_index, number, url_index, traces, greedy=greedy), label)
         self._awaited.add(job)
         try:
             # Its own future alone: one that thousands share would look through all their callbacks at each end.

@@ -51,7 +51,7 @@ from prime_hpc.orchestrator.next_attempt import NextAttempt
 from prime_hpc.orchestrator.parts import Parts
 from prime_hpc.orchestrator.rollouts.carried import GroupCarrier
 from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency
-from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
+from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Greedy, Job, Lane
 from prime_hpc.orchestrator.rollouts.engine_figures import EngineFigures
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from prime_hpc.orchestrator.rollouts.failures import BarrenGroups, FailureWindow
@@ -106,6 +106,7 @@ class Orchestrator:
             **gate_of(exp),
             sizes=[config.group_size(source) for source in range(len(config.env))],
             minima=[scorer.min_group for scorer in self.scorers],
+            greedy=[source for source, scorer in enumerate(self.scorers) if scorer.greedy],
             next_batch=start_step + 1,
             gate=self.curriculum.judge,
         )
@@ -250,9 +251,10 @@ class Orchestrator:
                 for index, result in enumerate(carried):
                     self._episode_ended(group, index, result, again=True)
                 continue
-            for index in range(len(group.slots)):
+            for index in range(group.num_rollouts):
+                pool = Greedy(self.parts.train_pool) if group.is_greedy(index) else self.parts.train_pool
                 ended = partial(self._episode_ended, group, index)
-                self.dispatcher.add(Job(self.parts.train_pool, prompt.source, prompt.task, lane, ended))
+                self.dispatcher.add(Job(pool, prompt.source, prompt.task, lane, ended))
             return True
         return False
 
@@ -261,7 +263,8 @@ class Orchestrator:
         advantage = self.exp.orchestrator.advantage
         timeout_reward = advantage.timeout_reward if advantage.timeout == "penalize" else None
         episode = to_episode(result, self.exp.seq_len, is_policy=not advantage.imitates, timeout_reward=timeout_reward)
-        if self.parts.teacher is not None and episode.usable and not group.abandoned:
+        trains = episode.usable and not group.abandoned and not group.is_greedy(index)
+        if self.parts.teacher is not None and trains:
             episode = self.parts.teacher.begin(group, index, episode)
         if not again:
             self._count(group, index, episode)
@@ -269,10 +272,12 @@ class Orchestrator:
         self.book.add(group, index, episode)
         if self.book.counts.completed > num_completed:
             self.barren.begin_anew()
+            if self.parts.teacher is not None:
+                self.parts.teacher.begin_complete(group)
         for consumed in self.book.take_consumed():
             fate = "dropped" if self.book.counts.dropped > num_dropped else "rejected"
             if fate == "dropped":
-                self.barren.add([slot.reason for slot in consumed.slots if slot is not None])
+                self.barren.add([episode.reason for episode in consumed.ended])
             else:
                 self.barren.begin_anew()
             self._trace(self.book.next_batch, consumed, fate)
@@ -283,7 +288,7 @@ class Orchestrator:
 
     def _count(self, group: Group, index: int, episode: Episode) -> None:
         """Note an episode that has ended in this attempt, for the metrics, the limit of failures and the traces."""
-        self.stats.add_episode(episode)
+        self.stats.add_episode(episode, is_greedy=group.is_greedy(index))
         if episode.result.state is not EpisodeState.CANCELLED:
             self.failures.add("" if episode.usable else episode.reason)
         if episode.reason.startswith("reward "):
@@ -384,6 +389,7 @@ class Orchestrator:
         }
         for pool in (self.parts.train_pool, self.parts.eval_pool):
             row |= pool.metrics() if pool is not None else {}
+        row |= self.parts.teacher.drain_metrics() if self.parts.teacher is not None else {}
         if self.exp.orchestrator.bench:
             self.rows.append(row)
         self.parts.metrics.log(step, **row)

@@ -55,12 +55,16 @@ class StepStats:
         self._truncated = 0
         self._prompt_tokens = 0
         self._sampled_tokens = 0
+        self._greedy, self._greedy_tokens = 0, 0
         self._waited: defaultdict[str, float] = defaultdict(float)
         self._spans: list[Span] = []
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
-    def add_episode(self, episode: Episode) -> None:
-        """One training episode ended."""
+    def add_episode(self, episode: Episode, *, is_greedy: bool = False) -> None:
+        """One training episode ended; a greedy one is counted by itself."""
+        if is_greedy:
+            self._greedy, self._greedy_tokens = self._greedy + 1, self._greedy_tokens + episode.num_sampled_tokens
+            return
         self._states[episode.result.state.value] += 1
         self._usable += episode.usable
         self._truncated += episode.result.truncated
@@ -96,6 +100,8 @@ class StepStats:
             "tokens/sampled_per_second": self._sampled_tokens / seconds,
             "time/step": seconds,
         }
+        if self._greedy:
+            row |= {"episodes/greedy": self._greedy, "tokens/greedy": self._greedy_tokens}
         row |= {f"time/wait_{reason}": self._waited[reason] for reason in ("weights", "rollouts", "servers")}
         for name, seconds_each in self._seconds.items():
             row[f"episode_time/{name}_mean"] = float(np.mean(seconds_each))
@@ -141,6 +147,8 @@ def batch_metrics(
         **_lengths(scored),
         **{f"groups/{kind}": count for kind, count in _solved(scored, good).items()},
     }
+    if greedy := [entry.group.greedy.result.reward for entry in scored if entry.group.greedy is not None]:
+        row["reward/greedy"] = float(np.mean(greedy))
     if any(entry.references for entry in scored):
         row["teacher/reverse_kl"] = _reverse_kl(scored)
     for source, name in enumerate(env_names):

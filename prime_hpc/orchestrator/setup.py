@@ -23,7 +23,7 @@ from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.task_sources import Split
 from prime_hpc.orchestrator.algorithms import get_algorithm
-from prime_hpc.orchestrator.algorithms.teacher import FrozenServer, Teacher
+from prime_hpc.orchestrator.algorithms.teacher import FrozenServer, Peers, Teacher
 from prime_hpc.orchestrator.bench import gate_of_bench
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.runtime.role_context import ENV_KEY, RoleContext
@@ -108,17 +108,18 @@ def make_teacher(
             f"orchestrator.advantage.type = {config.advantage.type} asks its teacher with tokens alone, without the "
             "images among them: choose an algorithm without a teacher, or leave model.vision out"
         )
-    if asked == "self":
-        shown = partial(
-            pool.demonstration, field=config.advantage.demonstration, text=config.advantage.demonstration_text
-        )
+    if asked in ("self", "peer"):
+        advantage = config.advantage
+        shown = partial(pool.demonstration, field=advantage.demonstration, text=advantage.demonstration_text)
+        others = Peers(partial(pool.lead, advantage.demonstration_text), advantage.success_reward)
         limits = config.teacher or TeacherConfig(base_url=[client.base_url for client in clients])
         return Teacher(
             clients,
             served_as,
             deadline_s=limits.deadline_s,
             max_concurrent=limits.max_concurrent,
-            prefix=shown,
+            prefix=shown if asked == "self" else None,
+            peers=others if asked == "peer" else None,
             top_k=top_k,
         )
     if asked != "model":

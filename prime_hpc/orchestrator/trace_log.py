@@ -47,6 +47,7 @@ class TraceLog:
             "kind": "rollout",
             **self._place(group),
             "rollout": index,
+            **({"greedy": True} if group.is_greedy(index) else {}),
             "state": result.state.value,
             "usable": episode.usable,
             "reason": episode.reason,

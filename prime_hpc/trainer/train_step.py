@@ -36,6 +36,7 @@ from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.batching.rows import group_rows
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import LossStats, MicroBatchLoss, echo_loss, target_weights
+from prime_hpc.trainer.objectives.correction import mean_factor
 from prime_hpc.trainer.objectives.covariance import high_covariance
 from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.objectives.mismatch import MismatchAlarm
@@ -311,10 +312,15 @@ class TrainStep:
     def _marks(self, batch: RankBatch, step: int) -> dict[str, Sequence[torch.Tensor]]:
         """Return what the whole batch decides of its targets: fields of each micro-batch. Collective."""
         marks: dict[str, Sequence[torch.Tensor]] = {}
-        decoupled = self._config.loss.correction is not None and self._num_mini_batches * self._num_epochs > 1
+        correction, several = self._config.loss.correction, self._num_mini_batches * self._num_epochs > 1
+        decoupled = correction is not None and (several or correction.batch_normalize)
         if self._top_entropy is not None or decoupled:
             old, high = self._look(batch, self._top_entropy)
             marks |= ({"old_logprobs": old} if decoupled else {}) | ({"high_entropy": high} if high else {})
+        if correction is not None and correction.batch_normalize:
+            with MicroBatches(partial(self.micro_batch, batch), batch.num_micro_batches, self._device) as micros:
+                mean = mean_factor(correction, micros, old, counts=self._parallel.leads)
+            marks["correction_mean"] = [mean.expand(len(own)) for own in old]
         if self._reference is not None and self._num_epochs > 1 and not self._kl_in_rewards:
             marks["reference_logprobs"] = self._references(batch)
         if (covariance := self._config.loss.covariance) is not None:

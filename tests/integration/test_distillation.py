@@ -1,5 +1,6 @@
-"""Distillation from scripted teachers through a real orchestrator to the real trainer: opd, opsd, sft."""
+"""Distillation from scripted teachers through a real orchestrator to the real trainer: opd, opsd, sdpo, sft."""
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.orchestrator.batching.batch_builder import EPISODE_BITS
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, RankBatch
 from prime_hpc.store.batch.rank_files import write_batch
 from tests.integration.test_orchestrator import log_of
@@ -154,6 +156,39 @@ def test_opsd_shows_the_policy_the_answer(
                     wanted = score_of(int(rank.token_ids[t]), t - first + len(before)) - rank.logprobs[t]
                     assert rank.advantages[t] == pytest.approx(wanted, abs=1e-5)
         assert len(starts) == 4  # each prompt its own
+
+
+def test_sdpo_shows_the_policy_a_rollout_of_the_group_that_succeeded(
+    tmp_path: Path, model: Path, tokenizer: Any, servers: tuple[AdminServer, AdminServer]
+) -> None:
+    policy, _ = servers
+    exp = make_experiment(
+        model,
+        tmp_path / "run",
+        advantage={"type": "sdpo", "success_reward": 0.0, "demonstration_text": "Shown: {demonstration}"},
+        top={"max_steps": 1, "trainer": {"num_ranks": 1, "micro_batch_tokens": 320}},
+        traces={},
+    )
+    with World(tmp_path / "run", exp, [policy]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        [rank] = world.ranks(1)
+        lines = [json.loads(line) for file in (tmp_path / "run" / "traces").glob("*") for line in file.open()]
+        played = {(r["position"], r["rollout"]): r for r in lines if r["kind"] == "rollout"}
+        whole = [r["token_ids"] for r in policy.requests if r["sampling_params"].get("prompt_logprobs") is not None]
+        for ident, first, stop in zip(
+            rank.sample_ids.tolist(), rank.seq_offsets[:-1].tolist(), rank.seq_offsets[1:].tolist(), strict=True
+        ):
+            position, own = ident >> EPISODE_BITS, ident % (1 << EPISODE_BITS)
+            text = played[position, 1 if own == 0 else 0]["completion"]  # all have succeeded: the first other one
+            ids, trains = rank.token_ids[first:stop].tolist(), rank.loss_mask[first:stop]
+            before = tokenizer.encode(f"<|im_start|>system\nShown: {text}<|im_end|>\n", add_special_tokens=False)
+            assert [*before, *ids] in whole
+            wanted = [score_of(token, len(before) + t) for t, token in enumerate(ids)] - rank.logprobs[first:stop]
+            np.testing.assert_allclose(rank.advantages[first:stop], np.where(trains, wanted, 0), atol=1e-5)
+        assert rank.num_sequences == 16
+        [row] = [row for row in world.metrics() if "reward/mean" in row]
+        assert row["teacher/shown"] == 1
 
 
 def test_sft_learns_what_the_teacher_samples_whatever_the_policys_version(

@@ -58,6 +58,51 @@ def test_moving_baselines_are_stored_with_each_batch_and_go_on(
         assert min(abs(o - baselines[1]) for o in offsets) < 1e-6
 
 
+def test_greedy_rollouts_are_a_baseline_and_nothing_else_over_two_attempts(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    """One environment with them, in a process of its own, one without; complete groups go over to the next attempt."""
+    args = {"args": {"num_tasks": 64}, "timeout_s": 20}
+    envs = [
+        {"id": "reverse-text", "name": "with", "rollouts_per_example": 2, "algorithm": "remax", "workers": 1, **args},
+        {"id": "reverse-text", "name": "without", "rollouts_per_example": 4, **args},
+    ]
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=envs, traces={})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start(last=2)
+        world.wait_for_batch(4)
+        world.hub.publish("stop", reason="its time is over", save=False)
+        assert world.wait(60) == 0, log_of(world)
+        world.kill()
+        world.rewind(2)
+        world.start(resume=2, attempt=2, incarnation=2)
+        assert world.trainer is not None
+        world.trainer.publish(2)
+        assert world.wait() == 0, log_of(world)
+        assert "8 groups of the attempt before need not be sampled again" in log_of(world)
+        lines = [json.loads(line) for file in (tmp_path / "run" / "traces").glob("*") for line in file.open()]
+        rollouts = [row for row in lines if row["kind"] == "rollout" and row["usable"]]
+        greedy = {(row["position"], row["attempt"]): row["reward"] for row in rollouts if row.get("greedy")}
+        taken = {
+            row["position"]: row["attempt"] for row in lines if row["kind"] == "group" and row["fate"] == "in_batch"
+        }
+        assert {row["env"] for row in rollouts if row.get("greedy")} == {"with"} and len(greedy) > 6
+        differing = 0
+        for rank in (rank for step in range(1, 7) for rank in world.ranks(step)):
+            columns = rank.group_ids, rank.env_ids, rank.sample_ids, rank.rewards, _first_advantages(rank)
+            for position, env, ident, reward, advantage in zip(*columns, strict=True):
+                if env == 0:
+                    assert ident - sample_id(int(position), 0) in (0, 1), "none of them trains"
+                    baseline = greedy[int(position), taken[int(position)]]
+                    assert advantage == pytest.approx(reward - baseline, abs=1e-6)
+                    differing += baseline != 0
+        assert differing
+        asked = [request["sampling_params"].get("temperature", 1.0) for request in server.requests]
+        assert asked.count(0.0) >= len(greedy) and set(asked) == {0.0, 1.0}
+        rows = [row for row in world.metrics() if "reward/mean" in row]
+        assert any("reward/greedy" in row and row["tokens/greedy"] > 0 for row in rows)
+
+
 def _first_advantages(rank: RankBatch) -> np.ndarray:
     found = []
     for s in range(rank.num_sequences):

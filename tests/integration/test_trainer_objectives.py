@@ -28,7 +28,7 @@ GSPO = {
     "clip_high": 0.5,
     "kl": {"target": "reference", "estimator": "k3", "coef": 0.5, "unbiased": True},
     "covariance": {"type": "clip", "share": 0.2, "low": 0.01},
-    "correction": {"type": "truncate", "high": 5.0},
+    "correction": {"type": "truncate", "high": 5.0, "batch_normalize": True},
 }
 UPDATES = {"num_mini_batches": 2, "epochs_per_batch": 2}
 CORRECTED = {"type": "dr_grpo", "correction": {"type": "mask", "low": 0.2, "high": 5.0}}
@@ -61,6 +61,7 @@ def compare_rows(one: RunPaths, two: RunPaths, num_steps: int) -> list[dict]:
     rows = [read_metrics(p.metrics("trainer"))[:num_steps] for p in (one, two)]
     for a_row, b_row in zip(*rows, strict=True):
         keys = {"loss", "grad_norm", "ratio", "kl", "entropy", "clipped", "kl_penalty", "corrected", "high_covariance"}
+        keys |= {"correction_mean"} & set(b_row)
         for key in keys & set(a_row):
             assert a_row[key] == pytest.approx(b_row[key], rel=2e-3, abs=1e-6), key
     return rows[0]

@@ -43,11 +43,14 @@ REFERENCES: dict[str, Callable[..., list[float]]] = {
     "rloo": reference.rloo,
     "opo": reference.opo,
     "max_rl": reference.max_rl,
+    "pass_at_k": reference.pass_at_k,
+    "pkpo": reference.pkpo,
     "reinforce": reference.reinforce,
     "none": reference.reinforce,
     "sft": reference.sft,
 }
-CENTERED = ("grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl")
+CENTERED = ("grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl", "pass_at_k")
+COMPARING = (*CENTERED, "pkpo")
 
 
 def episode(reward: float, runs: list[int], rng: np.random.Generator, truncated: bool = False) -> Episode:
@@ -177,10 +180,25 @@ def roles_error(kind: str, rng: np.random.Generator) -> float:
     columns = []
     for seat in range(2):
         rewards, lengths = [row[seat][1] for row in rows], [row[seat][2] for row in rows]
-        equal = max(rewards) == min(rewards) and kind in CENTERED
+        equal = max(rewards) == min(rewards) and kind in COMPARING
         columns.append([0.0] * len(rows) if equal else REFERENCES[kind](rewards, lengths))
     scores = Scorer(AdvantageConfig(type=kind), max_tokens=100).score(group)
     return traces_error(group, scores, [list(pair) for pair in zip(*columns, strict=True)])
+
+
+def remax_error(rng: np.random.Generator) -> float:
+    """One or two roles, each trace less the greedy rollout's mean over its role; now and then a penalty on all."""
+    roles = ("first", "second") if rng.integers(2) else ("alone",)
+    group, rows = seats(rng, roles, zero_sum=bool(rng.integers(2)))
+    greedy, others = seats(rng, roles, zero_sum=False)
+    penalty = float(rng.integers(2))
+    group, greedy = ([replace(e, result=replace(e.result, truncated=True)) for e in each] for each in (group, greedy))
+    config = AdvantageConfig(type="remax", overlong="penalize", overlong_penalty=penalty)
+    scores = Scorer(config, max_tokens=9).score(group, greedy=greedy[0])
+    wanted = [[row[seat][1] - others[0][seat][1] for seat in range(len(roles))] for row in rows]
+    if len(roles) == 1:
+        return _error(scores.advantages, np.array(wanted)[:, 0])
+    return traces_error(group, scores, wanted)
 
 
 def rae_error(rng: np.random.Generator) -> float:
@@ -370,17 +388,19 @@ def overlong_error(rng: np.random.Generator) -> float:
 CLAIMS: dict[str, tuple[Callable[[str, np.random.Generator], float], tuple[str, ...]]] = {
     "value": (value_error, tuple(REFERENCES)),
     "order": (order_error, tuple(REFERENCES)),
-    "shift": (shift_error, tuple(k for k in CENTERED if k != "max_rl")),
+    "shift": (shift_error, tuple(k for k in COMPARING if k != "max_rl")),
     "roles": (roles_error, tuple(k for k in REFERENCES if k != "sft")),
-    "equal": (equal_error, CENTERED),
+    "equal": (equal_error, COMPARING),
     "mean": (mean_error, CENTERED),
 }
 OTHERS: dict[str, Callable[[np.random.Generator], float]] = {
+    "remax": remax_error,
     "rae": rae_error,
     "gae": gae_error,
     "gdpo": gdpo_error,
     "opd": partial(distillation_error, "opd"),
     "opsd": partial(distillation_error, "opsd"),
+    "sdpo": partial(distillation_error, "sdpo"),
     "optimal_token_baseline": optimal_token_error,
     "hierarchical_grpo": hierarchical_error,
     "length penalty": length_error,

@@ -1,6 +1,7 @@
 """Advantages and penalties one rollout at a time, in plain Python, written from the papers. Imports none of ours."""
 
 from collections.abc import Sequence
+from itertools import combinations
 from math import exp, sqrt
 
 
@@ -41,6 +42,23 @@ def max_rl(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """(r_i - mean) / mean; nothing where nobody succeeds."""
     m = mean(r)
     return [(x - m) / m if m > 0 else 0.0 for x in r]
+
+
+def pass_at_k(r: Sequence[float], lengths: Sequence[int], k: int = 4, eps: float = 1e-6) -> list[float]:
+    """Each rollout's mean over all the subsets of k that it is in, of (best - mean) / (std + eps) over all subsets."""
+    subsets = list(combinations(range(len(r)), min(k, len(r) - 1)))
+    scores = grpo([max(r[j] for j in subset) for subset in subsets], [], eps)
+    return [mean([a for a, subset in zip(scores, subsets, strict=True) if i in subset]) for i in range(len(r))]
+
+
+def pkpo(r: Sequence[float], lengths: Sequence[int], k: int = 4) -> list[float]:
+    """k times the mean over the subsets of k that a rollout is in, of their best less their best without it."""
+    k = min(k, len(r))
+    found = []
+    for i, own in enumerate(r):
+        bests = [max(r[j] for j in rest) for rest in combinations([j for j in range(len(r)) if j != i], k - 1)]
+        found.append(k * mean([max(own, best) - best for best in bests]))
+    return found
 
 
 def reinforce(r: Sequence[float], lengths: Sequence[int]) -> list[float]:

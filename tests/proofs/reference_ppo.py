@@ -38,6 +38,9 @@ class Ppo:
     max_norm: float
     truncate: float | None = None
     """Greatest importance weight of a decoupled ratio; None: the ratio is to mu."""
+    normalized: str = ""
+    """What the importance weights' mean is over, by which they are divided: every `token`, or every `sequence`, which
+    then has one weight, the product of its tokens'; empty: they are not."""
     kl_loss: float = 0.0
     """Weight of k3 to the reference in the loss."""
     kl_rewards: float = 0.0
@@ -72,6 +75,7 @@ def train(
         gains, returns, before = _estimates(ppo, critic, samples, frozen)
     models = [(policy, _optimizer(policy, ppo.lr))]
     models += [] if critic is None else [(critic, _optimizer(critic, ppo.critic_lr))]
+    weights = _weights(ppo, samples, old)
     losses, clipped, count = list[float](), 0, 0
     for _ in range(ppo.epochs):
         for number in sorted({s.mini_batch for s in samples}):
@@ -83,8 +87,7 @@ def train(
                 bounded = ratio.clamp(1 - ppo.clip, 1 + ppo.clip)
                 clipped += int((bounded * gain < ratio * gain).sum())
                 term = -torch.minimum(ratio * gain, bounded * gain)
-                if ppo.truncate is not None:
-                    term = term * (old[i] - samples[i].mu).exp().clamp(max=ppo.truncate)
+                term = term * weights[i]
                 apart = frozen[i] - now
                 total = total + (term + ppo.kl_loss * (apart.exp() - 1 - apart)).sum() / targets
                 if critic is not None:
@@ -102,6 +105,20 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
     return losses, clipped / count
+
+
+def _weights(ppo: Ppo, samples: Sequence[Sample], old: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Importance weights of the tokens of each sample."""
+    if ppo.truncate is None:
+        return [torch.ones_like(s.mu) for s in samples]
+    ratios = [(before - s.mu).exp() for before, s in zip(old, samples, strict=True)]
+    if ppo.normalized == "sequence":
+        ratios = [torch.full_like(r, float(r.prod())) for r in ratios]
+    weights = [r.clamp(max=ppo.truncate) for r in ratios]
+    if not ppo.normalized:
+        return weights
+    mean = float(torch.cat(weights).mean() if ppo.normalized == "token" else sum(w[0] for w in weights) / len(weights))
+    return [w / mean for w in weights]
 
 
 def _optimizer(model: Any, lr: float) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_algorithm_is_proved() -> None:
-    own = {"rae", "gae", "gdpo", "opd", "opsd", "hierarchical_grpo", "optimal_token_baseline"}
+    own = {"remax", "rae", "gae", "gdpo", "opd", "opsd", "sdpo", "hierarchical_grpo", "optimal_token_baseline"}
     own.add("grpo_shuffled")  # tests/unit/test_algorithms.py
     assert {*REFERENCES, *own} == set(ALGORITHMS)
 

@@ -193,6 +193,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     (
         "PH208",
         "warning",
+        {"orchestrator": {"advantage": {"type": "remax"}, "curriculum": {"gates": [{"type": "advantage_range"}]}}},
+        {},
+        "remax has a signal where the greedy rollout's reward is another",
+    ),
+    (
+        "PH208",
+        "warning",
         {
             "orchestrator": {
                 "curriculum": {"sampler": {"type": "difficulty_pool", "easy_probability": 1.0, "hard_probability": 1.0}}
@@ -319,7 +326,15 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         "also of those without signal",
     ),
     ("PH223", "warning", {"orchestrator": {"advantage": {"type": "opsd"}}}, {}, "fills its context cannot be scored"),
+    ("PH223", "warning", {"orchestrator": {"advantage": {"type": "sdpo"}}}, {}, "be scored and has no teacher"),
     ("PH226", "warning", {"orchestrator": {"advantage": {"scale": "batch"}}}, {}, "divides them once more"),
+    (
+        "PH226",
+        "warning",
+        {"orchestrator": {"advantage": {"type": "pass_at_k", "scale": "batch"}}},
+        {},
+        "pass_at_k has divided each group's",
+    ),
     (
         "PH230",
         "warning",

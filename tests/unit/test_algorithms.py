@@ -1,5 +1,6 @@
 """Advantage algorithms at their corners, penalties, the registry; values are proved in `tests/proofs`."""
 
+import itertools
 import math
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from tests.support.episodes import make_episode, make_result, make_sample
 
-CENTERED = ["grpo", "gdpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl"]
+CENTERED = ["grpo", "gdpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl", "pass_at_k", "pkpo"]
 
 
 def episodes(rewards: list[float], lengths: list[int] | None = None) -> list[Episode]:
@@ -53,6 +54,22 @@ def test_the_control_deals_out_the_same_advantages_whatever_each_has_earned() ->
         np.testing.assert_allclose(np.sort(found[-1]), np.sort(plain.score_group(group)))
         np.testing.assert_array_equal(found[-1], shuffled.score_group(group))  # the same again
     assert np.abs(np.mean(found, axis=0)).max() < 0.25  # nobody's own
+
+
+def test_remax_compares_with_the_greedy_rollout_under_the_same_penalties() -> None:
+    """`length` is relative to the longest of all, the greedy one included."""
+
+    def found(rewards: list[float], greedy: float, lengths: list[int], **config: object) -> list[float]:
+        scorer = Scorer(AdvantageConfig.model_validate({"type": "remax"} | config), max_tokens=100)
+        *group, last = episodes([*rewards, greedy], lengths)
+        return scorer.score(group, greedy=last).advantages.tolist()
+
+    assert get_algorithm("remax").greedy and get_algorithm("remax").min_group == 1
+    assert found([1.0], 0.25, [1, 1]) == [0.75]
+    assert found([0.1 + 0.2, 1.0], 0.3, [1, 1, 1]) == [0.0, 0.7]  # rounding is no signal
+    length = {"length": {"output": 0.4, "by_success": False}}
+    assert found([1.0, 1.0], 1.0, [1, 2, 4], **length) == pytest.approx([0.3, 0.2])
+    assert found([1.0, 0.0], 0.5, [4, 2, 1]) == [0.5, -0.5]
 
 
 def test_known_values() -> None:
@@ -129,6 +146,56 @@ def test_gdpo_of_one_function_is_grpo() -> None:
 
 def test_max_rl_learns_nothing_where_nobody_succeeds() -> None:
     assert advantages("max_rl", [0.0, -1.0]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("n", "good", "k"), [(8, 2, 3), (8, 1, 7), (5, 3, 2), (32, 4, 8)])
+def test_pass_at_k_of_success_and_failure_is_the_paper_s_closed_form(n: int, good: int, k: int) -> None:
+    found = advantages("pass_at_k", [1.0] * good + [0.0] * (n - good), pass_k=k, eps=1e-12)
+    mean = 1 - math.comb(n - good, k) / math.comb(n, k)
+    std = math.sqrt(mean * (1 - mean))
+    bad = (1 - mean - math.comb(n - good - 1, k - 1) / math.comb(n - 1, k - 1)) / std
+    assert found == pytest.approx([(1 - mean) / std] * good + [bad] * (n - good))
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1, 1, 0, 0], [0.3, 0.1 + 0.2, 0.3, 0, 0.7 - 0.7], [-5.0] * 3 + [-6, -7]])
+def test_a_group_whose_every_subset_holds_one_of_the_best_teaches_nothing_of_pass_at_k(rewards: list[float]) -> None:
+    assert advantages("pass_at_k", rewards, pass_k=3) == [0.0] * 5
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_pkpo_is_an_unbiased_gradient_of_the_best_of_k(k: int) -> None:
+    """Of a softmax policy over three replies, by all the groups of four that it may sample."""
+    rewards, n = np.array([0.0, 0.4, 1.0]), 4
+    probs = np.exp([0.3, 1.0, -0.5]) / np.exp([0.3, 1.0, -0.5]).sum()
+    found = np.zeros(3)
+    for drawn in itertools.product(range(3), repeat=n):
+        scores = np.eye(3)[list(drawn)] - probs  # grad of log pi, of each
+        own = np.array(advantages("pkpo", rewards[list(drawn)].tolist(), pass_k=k))
+        found += probs[list(drawn)].prod() * (own @ scores) / n
+    at_most = np.cumsum(probs)  # P(reward <= the j-th); E[max of k] = sum r_j (F_j^k - F_{j-1}^k)
+    slopes = k * at_most ** (k - 1)
+    wanted = np.zeros(3)
+    for a in range(3):
+        of_logit = probs * (np.eye(3)[a] - probs[a])  # d probs / d logit a
+        change = slopes * np.cumsum(of_logit)
+        wanted[a] = rewards @ np.diff(np.concatenate([[0.0], change]))
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
+def test_with_all_rollouts_in_one_subset_the_best_alone_has_an_advantage() -> None:
+    assert advantages("pkpo", [0.2, 1.0, 0.7, 0.0], pass_k=4) == pytest.approx([0, 4 * (1.0 - 0.7), 0, 0])
+    assert advantages("pkpo", [0.2, 1.0, 1.0, 0.0], pass_k=4) == [0.0] * 4
+    assert advantages("pkpo", [0.5, 1.0], pass_k=4) == [0.0, 1.0]  # the others failed
+    assert advantages("pass_at_k", [0.0, 1.0], pass_k=4) == pytest.approx([-1, 1], abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "pass_k", "least"), [("pass_at_k", 8, 9), ("pkpo", 9, 9)])
+def test_a_best_of_more_rollouts_than_there_are_is_refused(kind: str, pass_k: int, least: int) -> None:
+    orchestrator = {"env": [{"id": "reverse-text"}], "advantage": {"type": kind, "pass_k": pass_k}}
+    with pytest.raises(ValueError, match=rf"{kind} with .*advantage\.pass_k = {pass_k} needs at least {least}"):
+        Experiment.model_validate({"orchestrator": orchestrator})
+    orchestrator["advantage"] = {"type": kind, "pass_k": pass_k - 1}
+    Experiment.model_validate({"orchestrator": orchestrator})
 
 
 def test_scoring_does_not_change_the_rewards() -> None:

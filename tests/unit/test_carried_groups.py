@@ -164,6 +164,15 @@ def test_the_next_attempt_takes_what_was_complete_once(tmp_path: Path) -> None:
     assert carrier(paths, 2).num_left == 0
 
 
+def test_a_greedy_rollout_goes_along_as_the_last_one(tmp_path: Path) -> None:
+    paths, group = make_paths(tmp_path), make_group(5, [make_result([4], reward=1.0)])
+    group.has_greedy, group.greedy = True, to_episode(make_result([4], reward=0.5), seq_len=1000)
+    carrier(paths, 1).save([group])
+    second, wanted = carrier(paths, 2), asked(group)
+    wanted.has_greedy = True
+    assert [result.reward for result in second.take(wanted)] == [1.0, 0.5]
+
+
 def test_what_an_attempt_has_not_opened_goes_on_to_the_next(tmp_path: Path) -> None:
     paths, groups = make_paths(tmp_path), [make_group(p, [make_result([4])]) for p in (5, 6, 7)]
     carrier(paths, 1).save(groups)

@@ -180,7 +180,7 @@ def test_answers_to_other_names_are_true() -> None:
             "it is dr_grpo with orchestrator.advantage.scale = batch",
         ),
         ("trainer.loss.type", "dro", "it is reinforce with trainer.loss.kl of target = behaviour, estimator = k2"),
-        ("orchestrator.advantage.type", "remax", "there is none: its baseline is a greedy reply's reward"),
+        ("orchestrator.advantage.type", "grpo_passk", "it is pkpo, with orchestrator.advantage.pass_k"),
         ("orchestrator.advantage.type", "VAPO", "it is gae, with trainer.critic"),
         ("orchestrator.advantage.type", "normalize_then_sum", "it is gdpo, with orchestrator.advantage.scale = batch"),
     ],

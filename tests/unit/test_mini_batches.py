@@ -57,6 +57,22 @@ CASES = {
         },
         Ppo(3, 0.2, 2e-3, 0.5, truncate=1.05),
     ),
+    "weights whose mean over the batch is 1": Case(
+        {
+            "num_mini_batches": 2,
+            "epochs_per_batch": 2,
+            "loss": {"type": "ppo_clip", "correction": {"high": 0.97, "batch_normalize": True}},
+        },
+        Ppo(2, 0.2, 2e-3, 0.5, truncate=0.97, normalized="token"),
+    ),
+    "weights of sequences whose mean over the batch is 1": Case(
+        {
+            "num_mini_batches": 2,
+            "epochs_per_batch": 2,
+            "loss": {"type": "ppo_clip", "correction": {"level": "sequence", "high": 1.1, "batch_normalize": True}},
+        },
+        Ppo(2, 0.2, 2e-3, 0.5, truncate=1.1, normalized="sequence"),
+    ),
     "a KL in the loss": Case(
         {"num_mini_batches": 2, "epochs_per_batch": 2, "loss": {"type": "ppo_clip", "kl": {"coef": 0.3}}},
         Ppo(2, 0.2, 2e-3, 0.5, kl_loss=0.3),
@@ -172,6 +188,35 @@ def test_updates_are_those_of_the_formulas(group: None, tmp_path: Path, models: 
     if step.critic is not None and before_critic is not None:
         assert moved(step.critic, before_critic, critic) < 0.01
         assert metrics["kl_coef"] == 0.2 and metrics["kl_penalty"] != 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_in_one_update_a_batch_weights_are_divided_by_their_mean(
+    group: None, models: tuple[Path, Path], level: str
+) -> None:
+    """The objective is linear in them, so its gradient is as many times smaller without."""
+    correction = {"level": level, "type": "mask", "low": 0.95, "high": 1.02}
+    plain, divided = (
+        config_of(
+            Case({"loss": {"type": "reinforce", "correction": correction | more}}, Ppo(1, 0.2, 2e-3, 0.5)), models[0]
+        )
+        for more in ({}, {"batch_normalize": True})
+    )
+    policy = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float64).eval()
+    batch = scripted(policy)
+    with torch.no_grad():
+        ratios = [(logprobs_of(policy, s) - s.mu).exp().numpy() for s, _ in samples_of(batch)]
+    if level != "token":
+        ratios = [np.array([r.prod() ** (1 if level == "sequence" else 1 / len(r))]) for r in ratios]
+    every = np.concatenate(ratios)
+    mean = float(np.where((every >= 0.95) & (every <= 1.02), every, 0).mean())
+    first, second = (built(e).run(1, batch, loss_of(e)) for e in (plain, divided))
+    assert 0 < mean < 0.9 and second["correction_mean"] == pytest.approx(mean, rel=1e-4)
+    assert second["loss"] == pytest.approx(first["loss"] / mean, rel=1e-4)
+    assert second["grad_norm"] == pytest.approx(first["grad_norm"] / mean, rel=1e-4)
+    nothing = scripted(policy)
+    nothing.logprobs[nothing.target_mask()] -= 5  # all are masked
+    assert built(divided).run(1, nothing, loss_of(divided))["loss"] == 0
 
 
 def test_an_update_that_is_refused_is_told_and_taken_up_again(

@@ -34,6 +34,7 @@ from prime_hpc.orchestrator.rollouts.failures import (
     BarrenGroups,
     FailureWindow,
 )
+from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.setup import make_endless_tasks
@@ -116,7 +117,7 @@ def test_rollouts_that_train_though_a_deadline_cut_them_off_are_no_failures() ->
     loop: Any = Mock(failures=FailureWindow(0.9), stats=StepStats(0.0))
     for timeout_reward, share in ((-1.0, 0.0), (None, 0.5)):
         episode = to_episode(cut_off, 100, timeout_reward=timeout_reward)
-        Orchestrator._count(loop, Mock(), 0, episode)
+        Orchestrator._count(loop, Group(Mock(), 0, 0, [None]), 0, episode)
         assert loop.failures.share == share
 
 

@@ -43,6 +43,24 @@ def test_dropped_and_rejected_groups_are_told_once() -> None:
     assert list(book.complete) == [kept]
 
 
+def test_a_group_waits_for_its_greedy_rollout_which_is_none_of_those_that_train() -> None:
+    book = make_book(2)
+    book.greedy = [0]
+    group = fill(book, 0, [[3], [4]])
+    assert group.num_rollouts == 3 and not book.complete
+    book.add(group, 2, make_episode([1, 1], reward=0.25))
+    assert list(book.complete) == [group] and len(group.usable) == 2 and len(group.ended) == 3
+    assert group.greedy is not None and group.greedy.result.reward == 0.25
+    assert (group.min_version(), group.max_version()) == (3, 4)  # however old the greedy one is
+    with pytest.raises(AssertionError, match="ended twice"):
+        book.add(group, 2, make_episode([1]))
+    first = book.open(prompt(1), 0)
+    book.add(first, 2, failed_episode())  # nothing to compare with
+    for index in range(2):
+        book.add(first, index, make_episode([0]))
+    assert book.take_consumed() == [first] and book.drain_dropped() == [1]
+
+
 @pytest.mark.parametrize(
     ("async_level", "floors"),
     [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (2, [0, 0, 0, 1, 2])],

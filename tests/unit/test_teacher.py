@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +21,16 @@ from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.inference.vllm.args import build_argv
 from prime_hpc.launch.checks import _teacher
 from prime_hpc.orchestrator.algorithms import Scorer
-from prime_hpc.orchestrator.algorithms.teacher import Teacher
+from prime_hpc.orchestrator.algorithms.teacher import Peers, Teacher
 from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.rollouts.episodes import to_episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.server_news import ServerNews
 from prime_hpc.orchestrator.setup import make_teacher, server_urls, teacher_urls
 from prime_hpc.runtime.role_context import RoleContext, role_environment
-from tests.support.episodes import make_episode
+from tests.support.episodes import make_episode, make_result
 
 
 class Server(InferenceClient):
@@ -117,6 +119,47 @@ def test_what_the_teacher_is_shown_comes_first_and_is_not_scored() -> None:
     [[[scores]]], _ = collect(server, prefix=lambda source, task: [source, task])
     assert server.seen == [[0, 7, 100, 101, 102, 103, 104]]
     assert scores.tolist() == [0.0, 100.0, 101.0, 102.0, 103.0]
+
+
+def test_a_rollout_is_scored_after_the_first_other_one_that_succeeded() -> None:
+    """Rewards 1, 0, 1, of which the third's text leaves no room for a long rollout; another group has no success."""
+    leads = {"a": [7], "c": [8] * 90}
+
+    def group_of(*rows: tuple[str, float, int], number: int) -> Group:
+        results = [replace(make_result([0] * n, reward=r), completion_text=text) for text, r, n in rows]
+        return Group(Prompt(number, 0, 0, 7), 0, 0, [to_episode(each, 1000) for each in results], num_ended=len(rows))
+
+    async def run(peers: Peers) -> None:
+        class Limited(Server):
+            async def model_lengths(self) -> dict[str, int | None]:
+                return {"policy": 95}
+
+        server = Limited([])
+        teacher = Teacher([server], "policy", deadline_s=9, max_concurrent=1, peers=peers)
+        assert not teacher.is_other
+        await teacher.check_room(90, [5, None])
+        group = group_of(("a", 1.0, 2), ("b", 0.0, 3), ("c", 0.1 + 0.9, 1), number=0)
+        failed = group_of(("a", 0.0, 2), ("b", 0.5, 2), number=1)
+        for each in (group, failed):
+            for i, episode in enumerate(each.usable):
+                assert teacher.begin(each, i, episode) is episode
+            assert not server.seen
+            teacher.begin_complete(each)
+        first, second = await teacher.collect([group, failed])
+        # the first sees the third, for whose text there is no room; the others see the first
+        assert [seen[0] for seen in server.seen] == [7, 7]
+        assert server.seen[0][1:] == group.usable[1].result.samples[0].token_ids.tolist()
+        own = [sample.logprobs for episode in group.usable for sample in episode.result.samples]
+        assert first[0][0].tolist() == own[0].tolist()  # the policy's own: no gap
+        assert first[1][0].tolist() == [0.0, *(token - 1.0 for token in server.seen[0][2:])]
+        assert all(scores[0] is e.result.samples[0].logprobs for scores, e in zip(second, failed.usable, strict=True))
+        assert teacher.drain_metrics() == {"teacher/shown": 2 / 5} and teacher.drain_metrics() == {"teacher/shown": 0}
+        scores = Scorer(AdvantageConfig(type="sdpo", max_gap=200.0), max_tokens=9)
+        assert not scores.score(failed.usable, references=second).has_signal
+        found = scores.score(group.usable, references=first).tokens
+        assert found is not None and not found[0][0].any() and found[1][0][3:].min() > 90
+
+    asyncio.run(run(Peers(leads.__getitem__, 1.0)))
 
 
 @pytest.mark.parametrize(

@@ -59,31 +59,38 @@ class AdvantageConfig(Section):
 
     type: AdvantageName = "grpo"
     """`grpo`: (r - mean) / std over the group; `gdpo`: the same of each reward function by
-    itself, added up with their weights; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
+    itself, added up with their weights; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others; `remax`: r
+    - that of one more rollout of the prompt, sampled greedily, which does not train;
     `opo`: r - mean weighted by length, `optimal_token_baseline`: by the gradient up to each token; `max_rl`: (r - mean)
-    / mean; `rae`: r - a moving average of each role's rewards in the environment; `reinforce` (`none`): r itself;
+    / mean; `pass_at_k`: `grpo` of the best of every `pass_k` rollouts, `pkpo`: what a rollout adds to that best; `rae`:
+    r - a moving average of each role's rewards in the environment; `reinforce` (`none`): r itself;
     `gae`: by `trainer.critic`, of r at the last token, without any group; `hierarchical_grpo`: each agent against its
-    own kind; `grpo_shuffled`: a control, `grpo` of rewards dealt out at random within their group; `opd`, `opsd`: token
-    by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was shown the
-    task's answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`. Where an episode
-    has several agents, all compare the traces of one role."""
+    own kind; `grpo_shuffled`: a control, `grpo` of rewards dealt out at random within their group; `opd`, `opsd`,
+    `sdpo`: token by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was
+    shown the task's answer, or a rollout of the group that succeeded; `sft`: the teacher samples, the policy imitates;
+    or your own as `module:function`. Where an episode has several agents, all compare the traces of one role."""
     args: Arguments = {}
     """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)
-    """`grpo`, `gdpo`: added to the standard deviation."""
+    """`grpo`, `gdpo`, `pass_at_k`: added to the standard deviation."""
     scale: Literal["none", "batch"] = "none"
     """`batch`: divide the advantages of a step by their root mean square, all groups together; with `dr_grpo` (`grpo`
     has divided within each group) they are those of REINFORCE++-baseline and ScaleRL, with `gdpo` its paper's."""
+    pass_k: int = Field(4, ge=2)
+    """`pass_at_k`, `pkpo`: rollouts whose best one counts, the k of the pass@k that is trained; a prompt must have
+    more, with `pkpo` as many."""
     decay: float = Field(0.95, ge=0, lt=1)
     """`rae`: what the moving average keeps of itself at each trace."""
     reward_weight: float = Field(0.0, ge=0)
-    """`opd`, `opsd`: weight of r - mean beside the teacher's word; 0 is distillation alone."""
+    """`opd`, `opsd`, `sdpo`: weight of r - mean beside the teacher's word; 0 is distillation alone."""
     max_gap: float = Field(20.0, gt=0)
-    """`opd`, `opsd`: bound of a token's log p_teacher - log p_policy on both sides, in nats."""
+    """`opd`, `opsd`, `sdpo`: bound of a token's log p_teacher - log p_policy on both sides, in nats."""
     demonstration: str = "answer"
     """`opsd`: field of the task's data that the teacher is shown."""
     demonstration_text: str = "A correct solution of the task that follows: {demonstration}"
-    """`opsd`: system message that shows it, before everything else."""
+    """`opsd`, `sdpo`: system message that shows it, before everything else."""
+    success_reward: float = 1.0
+    """`sdpo`: rollouts from this reward on are shown to the teacher of their group's others."""
     within: list[str] = []
     """`hierarchical_grpo`: agents compared within one episode; default: those that act more than once in one."""
     echo: EchoConfig | None = None
@@ -119,6 +126,11 @@ class AdvantageConfig(Section):
     def compares_rollouts(self) -> bool:
         """True if one rollout alone has no advantage (unknown, so False, of your own algorithm)."""
         return self.algorithm.min_group > 1
+
+    @property
+    def least_group(self) -> int:
+        """Fewest rollouts of a prompt that a run may be set to."""
+        return {"pass_at_k": self.pass_k + 1, "pkpo": self.pass_k}.get(self.type, self.algorithm.min_group)
 
     @property
     def distils(self) -> bool:

@@ -75,7 +75,7 @@ def check_teacher(experiment: Any) -> None:
 def asks_teacher(experiment: Any) -> bool:
     """Return whether the run needs `orchestrator.teacher` (unknown, so False, of an algorithm of your own)."""
     advantage = experiment.orchestrator.advantage
-    compares = experiment.trainer.loss.distillation is not None and advantage.algorithm.teacher != "self"
+    compares = experiment.trainer.loss.distillation is not None and advantage.algorithm.teacher not in ("self", "peer")
     return advantage.asks_teacher or (compares and ":" not in advantage.type)
 
 

@@ -155,6 +155,9 @@ class CorrectionConfig(Section):
     """The same for those where it is greater (verl's Geo-RS has 0.999 and 1.001); off when absent."""
     reject: RejectConfig | None = None
     """Beside either, at any level: leave out sequences by a divergence that is never negative; off when absent."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the whole batch (self-normalised importance sampling), so that truncation
+    and what is left out do not make the step smaller; with one update a batch one more forward pass."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "CorrectionConfig":

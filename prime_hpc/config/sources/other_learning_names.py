@@ -83,6 +83,14 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "a teacher that runs already: <orchestrator.teacher.base_url>",
     ),
     (
+        "success_reward_threshold",
+        "it is <orchestrator.advantage.success_reward>, with `sdpo` as <orchestrator.advantage.type>",
+    ),
+    (
+        "reprompt_template solution_template",
+        "a system message shows the rollout that succeeded: <orchestrator.advantage.demonstration_text>",
+    ),
+    (
         "dro_beta kl_tau",
         "the weight of a squared log-ratio to the policy that sampled: <trainer.loss.kl.coef>, with `behaviour` as "
         "<trainer.loss.kl.target> and `k2` as <trainer.loss.kl.estimator>, which halves the square as `dro_beta` does; "
@@ -187,10 +195,7 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "the correction for what engine and trainer compute differently: <trainer.loss.correction.type>, "
         "<trainer.loss.correction.level>, <trainer.loss.correction.high>",
     ),
-    (
-        "rollout_is_batch_normalize",
-        "a correction's weights are not divided by their mean over the batch: leave it out (<trainer.loss.correction>)",
-    ),
+    ("rollout_is_batch_normalize", "it is <trainer.loss.correction.batch_normalize>"),
     (
         "rollout_rs rollout_rs_threshold rollout_token_veto_threshold rejection_sampling",
         "tokens or sequences outside of bounds are left out with `mask`: <trainer.loss.correction.type>; sequences by "

@@ -19,6 +19,7 @@ class Assigned:
     ident: int
     task: int
     server: int
+    greedy: bool = False
     attempt: int = 0
     worker: Hashable = None
     """The worker that plays it; None: it waits for one."""
@@ -53,10 +54,10 @@ class Assignments:
     def __len__(self) -> int:
         return len(self._episodes)
 
-    def open(self, task: int, server: int) -> Assigned:
+    def open(self, task: int, server: int, *, greedy: bool = False) -> Assigned:
         """Make a new episode; it waits for a worker."""
         self._last_ident += 1
-        made = self._episodes[self._last_ident] = Assigned(self._last_ident, task, server)
+        made = self._episodes[self._last_ident] = Assigned(self._last_ident, task, server, greedy)
         self._waiting[made.ident] = made
         return made
 

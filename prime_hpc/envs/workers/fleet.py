@@ -167,13 +167,13 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------ episodes
 
-    async def run(self, task: int, server: int) -> EpisodeResult:
-        """Play one episode to its end. `task`: number of the task in the whole split.
+    async def run(self, task: int, server: int, *, greedy: bool = False) -> EpisodeResult:
+        """Play one episode to its end. `task`: number of the task in the whole split; `greedy`: at temperature 0.
         Raises asyncio.CancelledError: the caller was cancelled; the episode is, too."""
         if self._closing:
             return _ended(EpisodeState.CANCELLED, "the pool is closed", "Closed")
         started = loop_time()
-        episode = self._book.open(task, server)
+        episode = self._book.open(task, server, greedy=greedy)
         future = self._futures[episode.ident] = asyncio.get_running_loop().create_future()
         self._deal_out()
         try:
@@ -195,9 +195,8 @@ class Fleet:
             worker = min(open_workers, key=self._book.load)
             self._book.assign(episode, worker)
             self._start_timer(episode)
-            worker.connection.send(
-                "play", id=episode.ident, attempt=episode.attempt, task=episode.task, server=episode.server
-            )
+            what = {"task": episode.task, "server": episode.server, "greedy": episode.greedy}
+            worker.connection.send("play", id=episode.ident, attempt=episode.attempt, **what)
 
     def _fail_waiting(self) -> None:
         reason = f"no worker of {self.name} is left: {next(iter(self._given_up.values()))}"

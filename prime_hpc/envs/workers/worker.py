@@ -142,7 +142,7 @@ class Worker:
         match message["op"]:
             case "play":
                 key = message["id"], message["attempt"]
-                task = asyncio.create_task(self._play(key, message["task"], message["server"]))
+                task = asyncio.create_task(self._play(key, message["task"], message["server"], message["greedy"]))
                 self._playing[key] = task
                 task.add_done_callback(lambda _: self._playing.pop(key, None))
             case "cancel":
@@ -152,7 +152,7 @@ class Worker:
             case "move":
                 self._pool.move_server(message["server"], message["url"])
 
-    async def _play(self, key: tuple[int, int], number: int, server: int) -> None:
+    async def _play(self, key: tuple[int, int], number: int, server: int, greedy: bool) -> None:
         assert self._pool is not None
         current_episode.set(key[0])
         source = self._pool.sources[0]
@@ -163,7 +163,7 @@ class Worker:
                     await asyncio.to_thread(source.task_number, number)
             self._send("begun", id=key[0], attempt=key[1])
         try:
-            result = await self._pool.run_episode(0, number, server)
+            result = await self._pool.run_episode(0, number, server, greedy=greedy)
         except IndexError as error:
             result = EpisodeResult(EpisodeState.FAILED, False, str(error), "IndexError")
         try:

@@ -75,15 +75,17 @@ def _of_advantage(experiment: Experiment) -> Iterator[Row]:
     yield f"{key}.overlong_penalty", advantage.overlong == "penalize", f"{key}.overlong = penalize"
     yield f"{key}.timeout_reward", advantage.timeout == "penalize", f"{key}.timeout = penalize"
     for name, users in (
+        ("pass_k", {"pass_at_k", "pkpo"}),
         ("decay", {"rae"}),
         ("within", {"hierarchical_grpo"}),
-        ("reward_weight", {"opd", "opsd"}),
-        ("max_gap", {"opd", "opsd"}),
+        ("reward_weight", {"opd", "opsd", "sdpo"}),
+        ("max_gap", {"opd", "opsd", "sdpo"}),
         ("demonstration", {"opsd"}),
-        ("demonstration_text", {"opsd"}),
+        ("demonstration_text", {"opsd", "sdpo"}),
+        ("success_reward", {"sdpo"}),
     ):
         yield f"{key}.{name}", is_own or bool(types & users), f"{key}.type = {' or '.join(sorted(users))}"
-    if types & {"opd", "opsd"}:
+    if types & {"opd", "opsd", "sdpo"}:
         compares = experiment.trainer.loss.distillation is not None
         yield f"{key}.max_gap", not compares, "runs without trainer.loss.distillation"
 

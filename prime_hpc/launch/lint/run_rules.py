@@ -212,12 +212,12 @@ def learning(subject: Subject) -> Iterator[Finding]:
         )
     advantage = experiment.orchestrator.advantage
     types = {env.algorithm or advantage.type for env in experiment.orchestrator.env}
-    if types & {"grpo", "grpo_shuffled"} and advantage.scale == "batch":
+    if (divided := sorted(types & {"grpo", "grpo_shuffled", "pass_at_k"})) and advantage.scale == "batch":
         yield Finding.warning(
             "PH226",
             "orchestrator.advantage.scale",
-            "grpo has divided each group's advantages by its standard deviation: scale = batch divides them once more, "
-            "by a figure that tells little but how many groups have no signal",
+            f"{divided[0]} has divided each group's advantages by a standard deviation: scale = batch divides them "
+            "once more, by a figure that tells little but how many groups have no signal",
             "orchestrator.advantage.type = dr_grpo (REINFORCE++-baseline, ScaleRL), or scale = none",
         )
     if loss.objective.imitates and not advantage.imitates and not experiment.orchestrator.curriculum.gates:
@@ -228,12 +228,13 @@ def learning(subject: Subject) -> Iterator[Finding]:
             "another trainer.loss.type; orchestrator.advantage.type = sft with a teacher; or "
             "orchestrator.curriculum.gates that let good groups alone in",
         )
-    if advantage.type == "opsd" and experiment.max_model_len <= experiment.seq_len:
+    if advantage.type in ("opsd", "sdpo") and experiment.max_model_len <= experiment.seq_len:
+        fate = "counts as failed" if advantage.type == "opsd" else "has no teacher"
         yield Finding.warning(
             "PH223",
             "inference.max_model_len",
             f"the engines take {experiment.max_model_len} tokens, as many as a sample has: with the demonstration "
-            "before it, a rollout that fills its context cannot be scored and counts as failed",
+            f"before it, a rollout that fills its context cannot be scored and {fate}",
             "seq_len and the longest demonstration together",
         )
 
@@ -243,13 +244,14 @@ def curriculum(subject: Subject) -> Iterator[Finding]:
     """Pools that do nothing, or that a task cannot leave; a gate that rejects what the algorithm learns from."""
     orchestrator, key = subject.experiment.orchestrator, "orchestrator.curriculum.sampler"
     each = [orchestrator.advantage_of(i).type for i in range(len(orchestrator.env))] or [orchestrator.advantage.type]
+    learns = {"gdpo": "single functions differ", "remax": "the greedy rollout's reward is another"}
     for i, gate in enumerate(orchestrator.curriculum.gates):
-        if gate.type == "advantage_range" and "gdpo" in each:
+        if gate.type == "advantage_range" and (losing := [name for name in learns if name in each]):
             yield Finding.warning(
                 "PH208",
                 f"orchestrator.curriculum.gates.{i}",
                 "advantage_range looks at the sum of the rewards: it rejects groups whose rewards add up to the same, "
-                "though gdpo has a signal where single functions differ",
+                f"though {losing[0]} has a signal where {learns[losing[0]]}",
                 "leave it out; groups without any signal are told by orchestrator.advantage.zero",
             )
     sampler = orchestrator.curriculum.sampler

@@ -44,6 +44,10 @@ class RewardGroup:
     """Of an algorithm with a teacher: its log-probability of every token of every sample of every rollout, float32[L];
     0 for a sample's first token, which nothing predicts."""
 
+    greedy: "RewardGroup | None" = None
+    """Of an algorithm that asks for one: the prompt's greedy rollout, or a role's traces of it, as a group; it is none
+    of `episodes`."""
+
     @property
     def name(self) -> str:
         """The group in words, for messages."""
@@ -100,10 +104,14 @@ def score_by_role(
     for trace in traces_of(group):
         by_role.setdefault(trace.agent, []).append(trace)
     found: dict[tuple[int, int], float] = {}
-    for traces in by_role.values():
+    others = traces_of(group.greedy) if group.greedy is not None else []
+    for role, traces in by_role.items():
+        greedy = np.array([trace.reward for trace in others if trace.agent == role])
+        beside = RewardGroup(greedy, np.zeros(len(greedy), np.int64)) if len(greedy) else None
         rewards = np.array([t.reward for t in traces])
         lengths = np.array([t.num_tokens for t in traces], dtype=np.int64)
-        part = RewardGroup(rewards, lengths, group.env, group.position, named=[t.named for t in traces])
+        named = [t.named for t in traces]
+        part = RewardGroup(rewards, lengths, group.env, group.position, named=named, greedy=beside)
         scores = score(part) if len(traces) >= min_group else np.zeros_like(rewards)
         found |= {(t.episode, t.number): a for t, a in zip(traces, scores.tolist(), strict=True)}
     return found
@@ -150,7 +158,9 @@ class FoundAlgorithm:
     name: str
     build: Callable[[AdvantageConfig], Algorithm]
     min_group: int
-    teacher: Literal["", "model", "self"] = ""
+    teacher: Literal["", "model", "self", "peer"] = ""
+    """As in `AlgorithmEntry`."""
+    greedy: bool = False
     """As in `AlgorithmEntry`."""
 
 
@@ -187,13 +197,14 @@ def get_algorithm(name: str) -> FoundAlgorithm:
     """Return the algorithm called `name`, or the user's own at `module:function` or `module:Class`.
 
     Its own one may have an attribute `min_group`; without, it must score groups of any size from 1. With an attribute
-    `teacher` (`model` or `self`) its groups come with `references`.
+    `teacher` (`model`, `self`, `peer`) its groups come with `references`, with one `greedy` that is true
+    with a greedy rollout.
     Raises ConfigError: unknown, or the import fails; says why.
     """
     if (entry := ALGORITHMS.get(name)) is not None:
         known = import_object(entry.place, _KEY)
         make = known if isinstance(known, type) else lambda config: _ByRole(known, config, entry.min_group)
-        return FoundAlgorithm(name, make, entry.min_group, entry.teacher)
+        return FoundAlgorithm(name, make, entry.min_group, entry.teacher, entry.greedy)
     if not is_import_path(name):
         raise ConfigError(f"{name!r} is unknown; known: {', '.join(sorted(ALGORITHMS))}", _KEY)
     found = import_object(name, _KEY)
@@ -204,10 +215,12 @@ def get_algorithm(name: str) -> FoundAlgorithm:
         arguments = revealed(config.args)
         return found(**arguments) if isinstance(found, type) else _Stateless(found, **arguments)
 
-    teacher: Literal["", "model", "self"] = getattr(found, "teacher", "")
-    if teacher not in ("", "model", "self"):
-        raise ConfigError(f"{name!r} has teacher = {teacher!r}: 'model', 'self' or nothing", _KEY)
-    return FoundAlgorithm(name, build, int(getattr(found, "min_group", 1)), teacher)
+    teacher: Literal["", "model", "self", "peer"] = getattr(found, "teacher", "")
+    if teacher not in ("", "model", "self", "peer"):
+        raise ConfigError(f"{name!r} has teacher = {teacher!r}: 'model', 'self', 'peer' or nothing", _KEY)
+    return FoundAlgorithm(
+        name, build, int(getattr(found, "min_group", 1)), teacher, bool(getattr(found, "greedy", False))
+    )
 
 
 def centered(rewards: FloatArray) -> FloatArray:

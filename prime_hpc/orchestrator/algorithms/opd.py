@@ -1,4 +1,6 @@
-"""On-policy distillation: the policy's own tokens, scored by a frozen teacher (arXiv 2306.08543, 2306.13649).
+"""On-policy distillation: the policy's own tokens, scored by a teacher, or by the policy that has seen more.
+
+`opd`: the teacher is a frozen model (arXiv 2306.08543, 2306.13649).
 
     A_t = w (r_i - mean(r)) + clip(log p_teacher(t) - log p_policy(t), -g, g)
 
@@ -18,6 +20,34 @@ Edge cases: a token that the teacher thinks impossible (engines say -9999) weigh
 word alone; a group of one has no reward part. Rewards of episodes of several agents are compared role by role. A
 rollout that a limit cut short has tokens as good as any other's: `overlong` applies to it all the same. Algorithms of
 your own get the scores too: a class with `teacher = "model"` and `score_tokens`.
+
+`opsd`: the teacher is the policy itself, having been shown the task's solution (arXiv 2601.18734).
+
+    A_t = w (r_i - mean(r)) + clip(log p(t | demonstration, x, y_<t) - log p(t | x, y_<t), -g, g)
+
+with x the prompt, y the rollout, p the policy. The run's own servers score `demonstration + prompt + rollout`, where
+the demonstration is the field `orchestrator.advantage.demonstration` (default `answer`) of its data, written into
+a system message by `demonstration_text` and put before the sample's own tokens, which stay as they were sampled. What
+the policy could only have known from the solution is so taught to it without the solution.
+
+Edge cases: those of `opd`. A task without that field ends the run with its fields named. The teacher moves with the
+policy: a sample is scored by the version that is served when its episode ends, which may be newer than the one that
+sampled it. A field that says little (a bare number) shifts little but the end of the rollout.
+
+`sdpo`: the teacher is the policy itself, having been shown another rollout of the same prompt that succeeded
+(self-distillation policy optimization, arXiv 2601.20802).
+
+    A_t = w (r_i - mean(r)) + clip(log p(t | y_j, x, y_<t) - log p(t | x, y_<t), -g, g)
+
+with j the first other rollout of the group whose reward is `success_reward` or more; its text (what followed the
+prompt) stands where `opsd` has the demonstration. So no answer is needed, and every token of a failed rollout is told
+apart from what a success would have said there. The paper shows feedback of the environment, too, and its teacher may
+be a moving average of the policy; here it is the policy that is served once the group is complete.
+
+Edge cases: those of `opd`. A rollout without such a peer, or for which prompt, peer and rollout together are too long,
+has no teacher: its tokens have the rewards' part alone. With `trainer.loss.distillation` such a one is compared with
+the policy that sampled it, shown nothing. Peers are those of the whole episode, by its reward from the environment,
+before penalties; of several agents the first one's text is shown.
 """
 
 import numpy as np

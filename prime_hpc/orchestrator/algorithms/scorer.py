@@ -60,7 +60,7 @@ class Scorer:
             in_loss: the loss has the teacher's word (`trainer.loss.distillation`): the algorithm is not told it.
         Raises ConfigError: the algorithm is unknown or cannot be imported."""
         registered = get_algorithm(config.type)
-        self.min_group, self.teacher = registered.min_group, registered.teacher
+        self.min_group, self.teacher, self.greedy = registered.min_group, registered.teacher, registered.greedy
         self._config, self._max_tokens, self._in_loss = config, max_tokens, in_loss
         self._algorithm: Any = registered.build(config)
 
@@ -76,9 +76,15 @@ class Scorer:
             self._algorithm.load_state_dict(state)
 
     def score(
-        self, episodes: Sequence[Episode], *, env: str = "", position: int = 0, references: References = ()
+        self,
+        episodes: Sequence[Episode],
+        *,
+        env: str = "",
+        position: int = 0,
+        references: References = (),
+        greedy: Episode | None = None,
     ) -> Scores:
-        """Advantages of one group's usable rollouts, in their order; `references` as in `RewardGroup`.
+        """Advantages of one group's usable rollouts, in their order; `references` and `greedy` as in `RewardGroup`.
 
         A group that the algorithm cannot score (too few rollouts left, advantages that are not finite) is named in
         a warning and does not train.
@@ -92,7 +98,7 @@ class Scorer:
         if scored.sum() < self.min_group:  # as if those rollouts had failed; nothing is left to compare
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept))
         chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
-        rewards[scored] -= self._penalties(rewards[scored], chosen, truncated[scored])
+        rewards[scored], beside = self._less_penalties(rewards[scored], chosen, greedy)
         told = () if self._in_loss else references
         kept_references = [r for r, use in zip(told, scored, strict=True) if use] if told else ()
         # none of an episode whose reward is the mean of several traces, of which one alone has tokens
@@ -101,7 +107,7 @@ class Scorer:
             first.rewards if first is not None and first.reward == episode.result.reward else {}
             for first, episode in zip(firsts, chosen, strict=True)
         ]
-        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, named, kept_references)
+        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, named, kept_references, beside)
         advantages = np.zeros_like(rewards)
         advantages[scored] = self._score_group(group)
         tokens = self._score_tokens(group, advantages[scored], episodes, kept)
@@ -117,6 +123,18 @@ class Scorer:
             logger.warning(f"{problem}; the group does not train")
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept), problem)
         return Scores(rewards, advantages, kept, tokens=tokens)
+
+    def _less_penalties(
+        self, rewards: FloatArray, episodes: Sequence[Episode], greedy: Episode | None
+    ) -> tuple[FloatArray, RewardGroup | None]:
+        """Rewards with the penalties taken off; a greedy rollout's, too, as of one more of the group."""
+        beside = [] if greedy is None else [greedy]
+        every, all_rewards = [*episodes, *beside], np.append(rewards, [e.result.reward for e in beside])
+        all_rewards -= self._penalties(all_rewards, every, np.array([e.result.truncated for e in every], dtype=bool))
+        if greedy is None:
+            return all_rewards, None
+        lengths = np.array([greedy.num_sampled_tokens], np.int64)
+        return all_rewards[:-1], RewardGroup(all_rewards[-1:], lengths, episodes=beside)
 
     def _penalties(self, rewards: FloatArray, episodes: Sequence[Episode], truncated: NDArray[np.bool_]) -> FloatArray:
         """Of rollouts that are compared with each other."""

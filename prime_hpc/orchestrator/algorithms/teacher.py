@@ -10,7 +10,7 @@ Also here: `FrozenServer`, a server whose weights nobody changes, for runs whose
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,6 @@ from prime_hpc.orchestrator.algorithms.scorer import References
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
-from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.runtime.event_loops import loop_time
 
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
@@ -33,6 +32,8 @@ RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _WORTH_ANOTHER_TRY = (408, 429)
 _OF_THE_SEQUENCE = (400, 413, 422)
 """Statuses that refuse one sequence and say nothing of others."""
+_ROUNDING = 1e-9
+"""A reward of 0.1 + 0.2 has reached 0.3."""
 _NUM_SHOWN = 16
 """Tasks of each environment whose demonstrations are measured beforehand."""
 
@@ -40,6 +41,22 @@ Score = tuple[NDArray[np.float32], TopTokens | None] | str
 """float32[L] and the teacher's likeliest tokens, where these are asked for; or why there is none."""
 Prefix = Callable[[int, int], Sequence[int]]
 """(source, task) -> tokens that the teacher sees before the sample's own."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """How rollouts that succeeded are shown to the others of their group."""
+
+    lead: Callable[[str], Sequence[int]]
+    """Text of a rollout -> tokens that the teacher sees before the others' own."""
+    success: float
+    """The reward from which on a rollout has succeeded."""
+
+    def of(self, index: int, slots: Sequence[Episode | None]) -> str:
+        """Return the text of the first rollout but `index` that succeeded; empty where none has."""
+        others = [slot.result for j, slot in enumerate(slots) if j != index and slot is not None and slot.usable]
+        texts = [other.completion_text for other in others if other.reward >= self.success - _ROUNDING]
+        return next(filter(None, texts), "")
 
 
 class Teacher:
@@ -53,17 +70,22 @@ class Teacher:
         deadline_s: float,
         max_concurrent: int,
         prefix: Prefix | None = None,
+        peers: Peers | None = None,
         top_k: int = 0,
     ) -> None:
         """Args:
         name: under which these serve it.
         deadline_s: for one sequence, all tries together.
         max_concurrent: sequences asked for at once.
-        prefix: what it sees beforehand; None: nothing.
+        prefix: what it sees beforehand; None: nothing, but for `peers`.
+        peers: it sees other rollouts of the group, once that is complete (`begin_complete`).
         top_k: its likeliest tokens at every trained place are asked for, too, and become arrays of the samples.
         """
         self._clients, self._name, self._deadline_s = list(clients), name, deadline_s
         self._prefix, self._room, self._turn, self._top_k = prefix, asyncio.Semaphore(max_concurrent), 0, top_k
+        self._peers, self._num_shown, self._num_collected = peers, 0, 0
+        self._shown: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+        """Rollouts of a group that have a peer to be shown."""
         self._pending: WeakKeyDictionary[Group, dict[int, list[asyncio.Task[Score]]]]
         self._pending = WeakKeyDictionary()
         self._length_limit: int | None = None
@@ -72,7 +94,7 @@ class Teacher:
     @property
     def is_other(self) -> bool:
         """True if it is another model than the policy."""
-        return self._prefix is None
+        return self._prefix is None and self._peers is None
 
     def move(self, index: int, url: str) -> None:
         """Use another address: the server is being started again there."""
@@ -133,7 +155,6 @@ class Teacher:
             OrchestratorError: not even the demonstration fits.
             EnvError: a task has nothing to show.
         """
-        assert self._prefix is not None
         limits: list[int] = []
         for client in self._clients:
             await self._check_top(client)
@@ -143,6 +164,8 @@ class Teacher:
                 continue  # it was ready a moment ago, and is brought back; the others' limit is its own
             limits += [served[self._name] or 0] if self._name in served else [n or 0 for n in served.values()]
         self._length_limit = min((n for n in limits if n), default=None)
+        if self._prefix is None:
+            return  # what is shown is not known yet, and nobody counts as failed for want of room
         counts = [min(_NUM_SHOWN, n or _NUM_SHOWN) for n in num_tasks]
         shown = max(len(self._prefix(source, task)) for source, n in enumerate(counts) for task in range(n))
         limit, needed = self._length_limit, longest + shown + 1
@@ -157,17 +180,46 @@ class Teacher:
         logger.warning(f"{text}, or every rollout of more than {limit - shown - 1} tokens counts as failed")
 
     def begin(self, group: Group, index: int, episode: Episode) -> Episode:
-        """Start the scores of `group.slots[index]`; returns the episode, unusable where it is known to be too long."""
+        """Start the scores of `group.slots[index]`, but for those that wait for the whole group; returns the episode,
+        unusable where it is known to be too long."""
+        if self._peers is not None:
+            return episode
         samples, limit = episode.result.samples, self._length_limit
         if limit is not None and self._prefix is not None and samples:
             shown = len(self._prefix(group.prompt.source, group.prompt.task))
             length = shown + max(sample.num_tokens for sample in samples) + 1
             if length > limit:
                 return _unusable(episode, f"the teacher takes {limit} tokens, not the {length} of a score")
-        self._pending.setdefault(group, {})[index] = [
-            asyncio.create_task(self._score(group.prompt, sample), name="teacher") for sample in samples
-        ]
+        self._start(group, index, samples, self._prefix(group.prompt.source, group.prompt.task) if self._prefix else [])
         return episode
+
+    def begin_complete(self, group: Group) -> None:
+        """Start the scores that have waited for the group's last episode: of each one that has a peer to be shown; with
+        `top_k` of the others, too, without."""
+        if self._peers is None:
+            return
+        leads: dict[str, Sequence[int]] = {"": []}
+        for i, slot in enumerate(group.slots):
+            if slot is None or not slot.usable:
+                continue
+            text = self._peers.of(i, group.slots)
+            if text not in leads:
+                leads[text] = self._peers.lead(text)
+            longest = max((sample.num_tokens for sample in slot.result.samples), default=0)
+            fits = self._length_limit is None or len(leads[text]) + longest + 1 <= self._length_limit
+            before = leads[text] if fits else []
+            if len(before) or self._top_k:
+                self._start(group, i, slot.result.samples, before)
+            self._shown[group] = self._shown.get(group, 0) + bool(before)
+
+    def _start(self, group: Group, index: int, samples: Sequence[Sample], before: Sequence[int]) -> None:
+        tasks = [asyncio.create_task(self._score(before, sample), name="teacher") for sample in samples]
+        self._pending.setdefault(group, {})[index] = tasks
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Return the share of the rollouts since the last call that were shown a peer; of other teachers nothing."""
+        shown, collected, self._num_shown, self._num_collected = self._num_shown, self._num_collected, 0, 0
+        return {} if self._peers is None else {"teacher/shown": shown / max(collected, 1)}
 
     def discard(self, group: Group) -> None:
         """Nobody will ask for this group's."""
@@ -187,8 +239,13 @@ class Teacher:
         refused: list[str] = []
         for group in groups:
             tasks, rows = self._pending.pop(group, {}), []
+            self._num_shown += self._shown.pop(group, 0)
             for i, slot in enumerate(group.slots):
                 if slot is None or not slot.usable:
+                    continue
+                self._num_collected += 1
+                if self._peers is not None and i not in tasks:  # shown nothing, the teacher is the policy itself
+                    rows.append([sample.logprobs for sample in slot.result.samples])
                     continue
                 scores = [await task for task in tasks.get(i, [])]
                 wrong = [score for score in scores if isinstance(score, str)]
@@ -217,8 +274,8 @@ class Teacher:
             for client in self._clients:
                 await client.close()
 
-    async def _score(self, prompt: Prompt, sample: Sample) -> Score:
-        before = np.asarray(self._prefix(prompt.source, prompt.task) if self._prefix else [], np.int32)
+    async def _score(self, shown: Sequence[int], sample: Sample) -> Score:
+        before = np.asarray(shown, np.int32)
         sequence, tries = np.concatenate([before, sample.token_ids]), 0
         wanted, top = np.concatenate([np.zeros(len(before), bool), sample.loss_mask]), None
         wanted[len(before)] = False  # nothing predicts it in the sample itself

@@ -172,7 +172,7 @@ def _without_targets(entry: ScoredGroup) -> ScoredGroup:
 def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], references: References) -> ScoredGroup:
     episodes, source = group.usable, group.prompt.source
     env = env_names[source] if source < len(env_names) else f"environment {source}"
-    scores = scorer.score(episodes, env=env, position=group.prompt.position, references=references)
+    scores = scorer.score(episodes, env=env, position=group.prompt.position, references=references, greedy=group.greedy)
     trains = bool(scores.kept.any()) and (zero == "keep" or scores.has_signal)
     return ScoredGroup(
         group,

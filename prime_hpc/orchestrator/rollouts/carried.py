@@ -165,7 +165,7 @@ class GroupCarrier:
     def take(self, group: Group) -> list[EpisodeResult]:
         """Return the ends of all the group's episodes, if the attempt before left them; else nothing."""
         found = self._carried.pop(group.prompt.position, None)
-        if found is None or found.prompt != group.prompt or len(found.results) != len(group.slots):
+        if found is None or found.prompt != group.prompt or len(found.results) != group.num_rollouts:
             return []
         return found.results
 
@@ -185,7 +185,7 @@ class GroupCarrier:
             return
         kept, size = [], 0
         ended = [*(group for _, groups in self.batches for group in groups), *complete]
-        made = [CarriedGroup(group.prompt, [slot.result for slot in group.slots if slot]) for group in ended]
+        made = [CarriedGroup(group.prompt, [episode.result for episode in group.ended]) for group in ended]
         for carried in [*made, *self._carried.values()]:
             size += carried.num_bytes
             if size > MOST_BYTES:

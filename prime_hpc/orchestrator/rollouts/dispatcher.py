@@ -41,6 +41,17 @@ class EpisodeRunner(Protocol):
         ...
 
 
+class Greedy:
+    """A pool of environments whose episodes take the likeliest token at every place."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def run_episode(self, source_index: int, task_index: int, url_index: int) -> Coroutine[Any, Any, EpisodeResult]:
+        """Run one, as `EpisodeRunner`."""
+        return self._pool.run_episode(source_index, task_index, url_index, greedy=True)
+
+
 @dataclass(eq=False)
 class Lane:
     """Episodes that share a server. `url` is -1 until the first of them starts."""

@@ -6,6 +6,7 @@ Step n turns version n - 1 into version n, and batch n may hold no token sampled
 - every finished group is checked token by token against the floor of the batch it would join; a stale one gives its
   prompt back to the stream (`take_stale`), to be sampled again by the newer policy.
 A complete group whose rollouts have no tokens (each was cut off by its deadline) counts as one without usable rollouts.
+So does one whose greedy rollout, where it has one (`Group.has_greedy`), is not usable.
 A complete group that the curriculum's `gate` rejects is consumed like one with too few usable rollouts: its position is
 recorded as dropped, and the room that it leaves opens another prompt.
 
@@ -18,7 +19,7 @@ and another one may be opened in place of one that outlasts the batches for whic
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +55,27 @@ class Group:
     slots: list[Episode | None]
     lane: Any = None
     """The dispatcher's handle on its episodes."""
+    has_greedy: bool = False
+    """There is one more rollout, sampled greedily, which never trains: the episode after those of `slots`."""
+    greedy: Episode | None = None
+    """This one, once it has ended."""
     num_ended: int = 0
     abandoned: bool = False
     """Sent back while episodes were still running: what they return is ignored."""
+
+    @property
+    def num_rollouts(self) -> int:
+        """All of the prompt's, the greedy one included."""
+        return len(self.slots) + self.has_greedy
+
+    def is_greedy(self, index: int) -> bool:
+        """Return whether an episode's number is that of the greedy rollout."""
+        return index == len(self.slots)
+
+    @property
+    def ended(self) -> list[Episode]:
+        """All that have ended, in episode order."""
+        return [slot for slot in (*self.slots, self.greedy) if slot is not None]
 
     @property
     def usable(self) -> list[Episode]:
@@ -106,6 +125,8 @@ class GroupBook:
     """Rollouts of a group, of each source."""
     minima: Sequence[int]
     """Of these, those that must be usable, of each source."""
+    greedy: Collection[int] = ()
+    """Sources whose groups have a greedy rollout, too."""
     next_batch: int = 1
     ahead: int | None = None
     """Of a bench: `async_level` of the run that it stands for, whose trainer makes each version at once."""
@@ -167,7 +188,8 @@ class GroupBook:
         """Start a group. The caller dispatches an episode for each of its slots."""
         assert prompt.position not in self.in_flight, f"prompt {prompt.position} is already in flight"
         attempt = self._attempts.get(prompt.position, 0)
-        group = Group(prompt, served_version, attempt, [None] * self.sizes[prompt.source])
+        slots: list[Episode | None] = [None] * self.sizes[prompt.source]
+        group = Group(prompt, served_version, attempt, slots, has_greedy=prompt.source in self.greedy)
         self.in_flight[prompt.position] = group
         self.counts.opened += 1
         return group
@@ -176,13 +198,19 @@ class GroupBook:
         """Episode `index` of the group ended. The last one completes, drops, rejects or sends back the group."""
         if group.abandoned:
             return
-        assert group.slots[index] is None, f"episode {index} of prompt {group.prompt.position} ended twice"
-        group.slots[index] = episode
+        is_greedy = group.is_greedy(index)
+        before = group.greedy if is_greedy else group.slots[index]
+        assert before is None, f"episode {index} of prompt {group.prompt.position} ended twice"
+        if is_greedy:
+            group.greedy = episode
+        else:
+            group.slots[index] = episode
         group.num_ended += 1
-        if group.num_ended < len(group.slots):
+        if group.num_ended < group.num_rollouts:
             return
         del self.in_flight[group.prompt.position]
-        if len(group.usable) < self.minima[group.prompt.source] or not group.has_tokens:
+        lacks_greedy = group.greedy is not None and not group.greedy.usable
+        if lacks_greedy or len(group.usable) < self.minima[group.prompt.source] or not group.has_tokens:
             self.counts.dropped += 1
             self._consume(group)
         elif self._is_stale(group):

@@ -66,7 +66,10 @@ class MicroBatch:
     """float32[N], the reference model's log-probabilities, where the objective needs them."""
     old_logprobs: torch.Tensor | None = None
     """float32[N], the policy's own before the first update by the batch, where the objective needs them and there are
-    several; None: they are what this forward pass computes."""
+    several, or they are looked at beforehand; None: they are what this forward pass computes."""
+    correction_mean: torch.Tensor | None = None
+    """float32[N], the same for all: the mean of the correction's weights over the batch, where they are divided by
+    it; None: they are not."""
     reference_sums: torch.Tensor | None = None
     """float64[S], see `RankBatch.reference_sums`."""
     high_entropy: torch.Tensor | None = None
@@ -122,6 +125,7 @@ _SEEN_BY_OBJECTIVES = (
     "advantages",
     "reference_logprobs",
     "old_logprobs",
+    "correction_mean",
     "high_entropy",
     "high_covariance",
     "teacher_ids",

@@ -13,6 +13,10 @@ out; `reject` leaves out sequences by an estimate that is never negative (verl's
 d = log(pi / mu), the mean, the sum or the greatest of d^2 / 2 (k2) or e^d - 1 - d (k3) over the sequence's tokens is
 above a limit. Divisors count what is left out.
 
+With `batch_normalize` c is divided by its mean over the whole step (self-normalised importance sampling; verl's
+`rollout_is_batch_normalize`): over targets, or over sequences where a sequence has one ratio, left out ones as 0. It
+is then made from the policy before the batch's first update, by a forward pass of its own.
+
 The objective's own ratio then compares pi with the trainer's policy before the batch's first update instead of with mu
 (the decoupled form, arXiv 2110.00641): the mismatch is counted once. Where a batch has several updates pi in c is that
 policy, too. With one update a batch the ratio is 1 in value, so PPO-like clips never bind and only their gradient at 1
@@ -25,9 +29,14 @@ was bad, teaches it little and may push it anywhere.
 Edge cases: the ratio saturates at e^+-20. Where mu gave the token probability 0, `truncate` uses high and `mask` 0.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
 
 from prime_hpc.config.sections.trainer import CorrectionConfig, RejectConfig
+from prime_hpc.trainer.batching.micro_batches import MicroBatch, objective_part
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Targets
 
 
@@ -57,6 +66,33 @@ def correction_factor(
         left_out = left_out | outside
     factor = torch.where(left_out, torch.zeros_like(ratio), ratio.clamp(max=config.high))
     return factor, outside | left_out
+
+
+def mean_factor(
+    config: CorrectionConfig, micros: Iterable[MicroBatch], old: Sequence[torch.Tensor], *, counts: bool
+) -> torch.Tensor:
+    """Return the mean of the factors over all ranks' micro-batches, float32 0-dim; 1 where all are 0. Collective.
+
+    Args:
+        micros: this rank's.
+        old: float32 `[N]` of each, log pi before the batch's first update.
+        counts: whether they are this rank's own: one of several ranks that have the same part of the batch.
+    """
+    parts = [torch.zeros(2, dtype=torch.float64, device=own.device) for own in old[:1]]
+    for micro, logprobs in zip(micros, old, strict=True):
+        whole = replace(micro, old_logprobs=logprobs)
+        part = whole if micro.trained is None else objective_part(whole)
+        assert part.old_logprobs is not None
+        anchors = (part.old_logprobs, part.old_logprobs)
+        targets = Targets(*anchors, part.advantages, part.sequence, part.targets_of_sequence)
+        factor, _ = correction_factor(config, targets, part.behaviour_logprobs)
+        each = factor if config.level == "token" else targets.sequence_mean(factor)
+        number = part.targets_of_sequence if config.level == "token" else part.targets_of_sequence > 0
+        parts.append(torch.stack([each.double().sum(), number.sum().double()]))
+    sums = torch.stack(parts).sum(0)
+    dist.all_reduce(sums if counts else sums.zero_())
+    mean = (sums[0] / sums[1].clamp(min=1)).float()
+    return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
 def _rejected(config: RejectConfig, targets: Targets, difference: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,8 @@ def rl_loss(
 
     Returns:
         the loss and its statistics over targets: see `mismatch_stats`; `clipped` (by the objective; `clipped_high`,
-        `clipped_low`: those whose ratio is above 1, and below), `corrected` (by the correction), `off_policy_masked`,
+        `clipped_low`: those whose ratio is above 1, and below), `corrected` (by the correction; `correction_mean`:
+        the weights' mean over the batch, by which they are divided), `off_policy_masked`,
         `low_entropy_masked`, `high_covariance` (cut, or penalised), `kl_penalty` (the estimate, without coef),
         `teacher_divergence` (likewise), `teacher_mass` (the teacher's probability of the tokens that are compared).
 
@@ -66,6 +67,9 @@ def rl_loss(
     per_target = terms.loss
     if config.correction is not None:
         factor, outside = correction_factor(config.correction, targets, behaviour)
+        if micro.correction_mean is not None:
+            factor = factor / micro.correction_mean
+            stats.sums["correction_mean"] = micro.correction_mean.sum()
         per_target = factor * per_target
         stats.sums["corrected"] = outside.sum().float()
     if config.off_policy_mask is not None:
