@@ -15,6 +15,7 @@ OWN = (
     *("wandb", "mlflow", "tensorboard", "prometheus"),
     "orchestrator",
     *("trainer.optim", "trainer.scheduler", "trainer.loss", "trainer.batch_timeout_s", "trainer.keep_weights"),
+    *("trainer.num_mini_batches", "trainer.epochs_per_batch"),
     *("trainer.micro_batch_tokens", "trainer.max_concurrent_runs", "trainer.runs_idle_timeout_s"),
     # of the job and of the login node: nothing of a child run depends on them
     *(

@@ -26,7 +26,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.secret import revealed
 from prime_hpc.inference import server_process
 from prime_hpc.inference.backend import Start, check_backend, section
-from prime_hpc.inference.environment import require_same_code
+from prime_hpc.inference.environment import enter
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import planned_device
@@ -78,7 +78,7 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
     """Bind the port and hand over to the backend."""
     config, section_key = section(experiment), SECTIONS[args.role]
     if config.python is not None:
-        require_same_code()
+        enter()
     _require_model(experiment.model.name)
     device = planned_device(experiment.device)
     backend = check_backend(experiment, args.role, device)

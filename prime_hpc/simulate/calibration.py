@@ -197,7 +197,7 @@ def _fit_engines(runs: Sequence[Measured]) -> tuple[Curve, tuple[tuple[float, fl
 
 
 def _fit_trainer(runs: Sequence[Measured]) -> tuple[float, float]:
-    """Seconds of a step whatever its tokens, and of one token on one rank."""
+    """Seconds of an update whatever its tokens, and of one token on one rank."""
     rows = np.array([row for run in runs for row in run.train if row[0] > 0], float)
     tokens, seconds = rows.T
     optim = _mean(run.optim_s for run in runs) or 0.0
@@ -246,8 +246,6 @@ def _facts(experiment: Experiment) -> dict[str, object]:
         "orchestrator.sampling.max_tokens": config.sampling.max_tokens,
         "seq_len": experiment.seq_len,
         "trainer.micro_batch_tokens": experiment.micro_batch_tokens,
-        "trainer.num_mini_batches": experiment.trainer.num_mini_batches,
-        "trainer.epochs_per_batch": experiment.trainer.epochs_per_batch,
         "trainer.critic": "on" if experiment.trainer.critic is not None else "off",
         "trainer.parallel.tp x cp": dims.tp * dims.cp,
         "trainer.threads_per_rank": experiment.trainer.threads_per_rank,

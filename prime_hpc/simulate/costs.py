@@ -17,9 +17,10 @@ class Costs:
     trained_per_sampled: float
     """Tokens that the trainer computes for one sampled token of a batch: prompts are computed, too."""
     train_fixed_s: float
-    """Of a step, whatever its tokens."""
+    """Of an update, whatever its tokens."""
     train_token_s: float
-    """Of a token, on one rank."""
+    """Of a token in one pass over its batch, on one rank; with its share of what a batch computes once (a critic's
+    values)."""
     publish_s: float = 0.0
     save_s: float = 0.0
     """By which one save holds training up."""
@@ -38,9 +39,10 @@ class Costs:
         """Return one of the measured episodes."""
         return self.rollouts[rng.randrange(len(self.rollouts))]
 
-    def train_s(self, tokens: float, ranks: int) -> float:
-        """Seconds of forward, backward and optimizer; ranks share the tokens evenly."""
-        return self.train_fixed_s + self.train_token_s * tokens / ranks
+    def train_s(self, tokens: float, ranks: int, epochs: int = 1, updates: int = 1) -> float:
+        """Seconds of forward, backward and optimizer of a batch, in so many passes and updates; ranks share the tokens
+        evenly."""
+        return self.train_fixed_s * updates + self.train_token_s * tokens * epochs / ranks
 
     def after_s(self, save_interval: int | None) -> float:
         """Seconds of a step after publishing, with its share of a save."""

@@ -183,9 +183,10 @@ class _Trainer:
         self.waits.append(self._time.now - self.free_at[-1])
         self.lags.append(lag)
         self.sizes.append(tokens)
-        busy = self._costs.train_s(tokens, self._setting.ranks) + self._costs.publish_s
+        setting = self._setting
+        busy = self._costs.train_s(tokens, setting.ranks, setting.epochs, setting.updates) + self._costs.publish_s
         self._time.at(busy, self._on_published, step)
-        self._time.at(busy + self._costs.after_s(self._setting.save_interval), self._free)
+        self._time.at(busy + self._costs.after_s(setting.save_interval), self._free)
 
     def _free(self) -> None:
         self._training = False

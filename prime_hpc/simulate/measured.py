@@ -43,8 +43,9 @@ class Measured:
     idle: list[float] = field(default_factory=list)
     lag: list[float] = field(default_factory=list)
     train: list[tuple[float, float]] = field(default_factory=list)
-    """Tokens of one rank, seconds of forward and backward."""
+    """Of an update in the mean: tokens of one rank, seconds of forward and backward."""
     optim_s: list[float] = field(default_factory=list)
+    """Of an update."""
     other_s: list[float] = field(default_factory=list)
     publish_s: list[float] = field(default_factory=list)
     save_s: list[float] = field(default_factory=list)
@@ -145,8 +146,9 @@ def _take_trained(found: Measured, row: Row) -> None:
         return
     step, compute, optim, tokens = main
     wait, publish, save = (_number(row, f"time/{key}") for key in ("wait", "publish", "checkpoint"))
-    found.train.append((tokens / found.setting.ranks, compute))
-    found.optim_s.append(optim)
+    setting = found.setting
+    found.train.append((tokens * setting.epochs / setting.updates / setting.ranks, compute / setting.updates))
+    found.optim_s.append(optim / setting.updates)
     found.other_s.append(max(0.0, step - compute - optim - (wait or 0.0) - (publish or 0.0) - (save or 0.0)))
     if found.is_bench:
         return

@@ -34,6 +34,10 @@ class Setting:
     """Steps between checkpoints; None: none, or decided in the run."""
     masks_stale: bool = False
     """`orchestrator.stale` is `mask`."""
+    epochs: int = 1
+    """Passes over a batch."""
+    updates: int = 1
+    """Optimizer steps by a batch, in all passes."""
 
     @property
     def inference(self) -> int:
@@ -71,6 +75,8 @@ def setting_of(experiment: Experiment) -> Setting:
         max_steps=experiment.max_steps,
         save_interval=interval if isinstance(interval, int) else None,
         masks_stale=config.stale == "mask",
+        epochs=experiment.trainer.epochs_per_batch,
+        updates=experiment.trainer.num_mini_batches * experiment.trainer.epochs_per_batch,
     )
 
 

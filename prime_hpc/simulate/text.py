@@ -106,7 +106,7 @@ def prediction_text(
         f"  episodes of {sum(lengths) / len(lengths):.4g} tokens (mean), {lengths[len(lengths) * 9 // 10]:.4g} at the "
         f"90th percentile; {costs.trained_per_sampled:.3g} tokens trained for each sampled",
         curve_line(calibration),
-        f"  one rank's tokens/s: {1 / costs.train_token_s:.4g}, and {costs.train_fixed_s:.3g} s a step; publishing "
+        f"  one rank's tokens/s: {1 / costs.train_token_s:.4g}, and {costs.train_fixed_s:.3g} s an update; publishing "
         f"{costs.publish_s:.3g} s, loading {costs.load_s:.3g} s (engines pause {costs.pause_s:.3g} s)",
         "error: the calibrating runs by their own calibration",
         *error_lines(checks),

@@ -27,6 +27,8 @@ FAULTS = "FAULTS"
 ROLES = ("supervisor", "orchestrator", "rank0", "rank1", "env_host", "env_worker")
 _WRITER = re.compile(r"-[A-Za-z0-9.]+-\d+-[0-9a-f]{8}(?=/|$)")
 _LIFE = re.compile(r"-i\d{4}(?=-|/|$)")
+UPDATE = "update"
+"""Operation of a rank that changes no file: an optimizer step."""
 WITHOUT_SPACE = ("create", "write", "torn", "fsync", "mkdir")
 """Operations that a full disk refuses; it still renames and removes."""
 
@@ -98,6 +100,8 @@ def _take_part(plan: Plan, role: str) -> "Fault":
         os.kill(os.getpid(), signal.SIGKILL)
     fault = Fault(plan, role)
     fault.arm()
+    if role.startswith("rank"):
+        _watch_updates(plan, fault)
     return fault
 
 
@@ -105,7 +109,7 @@ class Fault:
     """The plan in one process."""
 
     def __init__(self, plan: Plan, role: str) -> None:
-        self._plan, self._role = plan, role
+        self._plan, self.role = plan, role
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
         self._broken = False
@@ -118,11 +122,11 @@ class Fault:
         """Watch this process's operations until it ends."""
         from prime_hpc.store.io import files
 
-        if self._role == self._plan.role and self._plan.how.startswith("read:"):
+        if self.role == self._plan.role and self._plan.how.startswith("read:"):
             self._break_reads()
-        elif self._role == "env_host":
+        elif self.role == "env_host":
             _watch_messages(self._plan, self)
-        elif self._role != "env_worker" and (self._role == self._plan.role or not self._plan.role):
+        elif self.role != "env_worker" and (self.role == self._plan.role or not self._plan.role):
             files._observers.append(self.observe)
 
     def _break_reads(self) -> None:
@@ -138,14 +142,14 @@ class Fault:
         faults.on_strike = (Path(plan.scratch) / "reached").touch
         faults.install()
         early_end.LOAD_S = 1.0
-        if self._role.startswith("rank"):
+        if self.role.startswith("rank"):
             from prime_hpc.trainer.checkpointing import resume, verify
 
             resume.READ_S = verify.READ_S = 1.0
 
     def message(self, operation: str, op: str) -> None:
         """A message was taken, or is about to be said."""
-        is_meant = not self._plan.role or self._role == self._plan.role
+        is_meant = not self._plan.role or self.role == self._plan.role
         if op != "beat" and is_meant and not (Path(self._plan.scratch) / "reached").exists():  # beats: as status.json
             self.observe(operation, Path(self._plan.run_dir) / "messages" / op)
 
@@ -186,6 +190,20 @@ class Fault:
         os.kill(os.getpid(), number)
         if number == signal.SIGKILL:
             time.sleep(60)  # a signal to oneself comes at the next chance
+
+
+def _watch_updates(plan: Plan, fault: Fault) -> None:
+    """In a rank of the trainer: see each optimizer step before it is taken. Nothing is written, so no disk fails."""
+    from prime_hpc.trainer.train_step import TrainStep
+
+    update = TrainStep._update
+
+    def seen(*arguments: Any) -> None:
+        fault.observe(UPDATE, Path(plan.run_dir) / "updates")
+        update(*arguments)
+
+    if not plan.role or (plan.operation == UPDATE and plan.role == fault.role):
+        TrainStep._update = seen  # type: ignore[method-assign,assignment]
 
 
 def _watch_messages(plan: Plan, of_host: Fault) -> None:

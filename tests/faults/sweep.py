@@ -15,7 +15,7 @@ from prime_hpc.store.batch.rank_files import read_rank_batch
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import holds_changes, list_versions
 from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE
-from tests.faults.inject import ROLES, Plan
+from tests.faults.inject import ROLES, UPDATE, Plan
 from tests.faults.oracle import Oracle
 from tests.faults.verdict import Rollouts, Verdict, judge, most_masked, rollouts_of
 from tests.faults.world import DELTA, IMAGES, MASK, PROFILES, REAL_ENGINE, Life, World, read_record
@@ -113,7 +113,10 @@ def points_of(reference: Reference, hows: Sequence[str], roles: Sequence[str] = 
             if how == "twins":
                 found.append(Point(profile, "supervisor", how, "begin", "run", 1))
                 continue
-            found += [Point(profile, role, how, *operation) for role in roles for operation in by_role[role]]
+            own = [(role, operation) for role in roles for operation in by_role[role]]
+            if how not in ("kill", "kill-all", "stop", "stop-late"):
+                own = [(role, operation) for role, operation in own if operation[0] != UPDATE]
+            found += [Point(profile, role, how, *operation) for role, operation in own]
     return found
 
 

@@ -55,6 +55,24 @@ def test_a_run_broken_in_every_way_loses_nothing(profile: str, tmp_path: Path) -
     assert figures["never_reached"] <= 2
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_batch_that_was_left_between_two_updates_is_done_again(tmp_path: Path) -> None:
+    flags = ["--how", "kill,kill-all", "--roles", "rank0,rank1", "--sample", "2", "--profiles", "updates"]
+    flags += ["--match", "update updates", "--keep", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "faults"), "--json", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.stdout, done.stderr[-3000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and figures["bad_points"] == [], done.stderr[-6000:]
+    assert figures["kill_points"] == 2 and figures["mismatches"] == 0
+
+
 def test_a_fork_has_its_own_files_and_its_own_end_and_nothing_of_its_parents(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.forking_parent", str(tmp_path)], cwd=ROOT, capture_output=True, text=True

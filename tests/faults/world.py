@@ -39,16 +39,18 @@ PROFILES: dict[str, dict[str, Any]] = {
     "envs": {"interval": 2, "keep_last": 1},
     "mask": {"interval": 2, "keep_last": 1},
     "images": {"interval": 2, "keep_last": 1, "save_async": True},
+    "updates": {"interval": 2, "keep_last": 1},
 }
 """`ckpt` of the run that is killed. `vllm` is served by a real engine, which each attempt starts anew; the versions of
 `delta` are what changed; the episodes of `envs` are played by two workers; those of `mask` may outlast several
-versions, and their old tokens are masked; the prompts of `images` hold pictures, and what sees them is trained. Each is
-swept by itself."""
+versions, and their old tokens are masked; the prompts of `images` hold pictures, and what sees them is trained; a batch
+of `updates` is four updates. Each is swept by itself."""
 REAL_ENGINE = "vllm"
 DELTA = "delta"
 ENVS = "envs"
 MASK = "mask"
 IMAGES = "images"
+UPDATES = "updates"
 FEW_CHANGES_LR = 5e-11
 """At which float32 weights of a usual size stay as they are."""
 ENGINE_TIMEOUT_S = 900.0
@@ -104,6 +106,7 @@ class World:
         self.root, self.model = root, model
         self._real_engine, self._is_delta = REAL_ENGINE in profiles, DELTA in profiles
         self._has_workers, self.masks, self._shows_images = ENVS in profiles, MASK in profiles, IMAGES in profiles
+        self._has_updates = UPDATES in profiles
         root.mkdir(parents=True, exist_ok=True)
         self._lives = 0
         address = root / "server"
@@ -158,6 +161,8 @@ class World:
             tree["trainer"]["optim"]["lr"] = FEW_CHANGES_LR
         if self.masks:
             tree["orchestrator"] |= {"stale": "mask", "max_concurrent": 4 * PROMPTS * GROUP}
+        if self._has_updates:
+            tree["trainer"] |= {"num_mini_batches": 2, "epochs_per_batch": 2}
         if self._has_workers:
             tree["orchestrator"]["env_servers"] = {"workers": 2}
         if self._shows_images:

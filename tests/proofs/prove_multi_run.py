@@ -58,10 +58,18 @@ STEPS = 3
 RANKS = (1, 2)
 OWN: dict[str, dict[str, Any]] = {
     "run_a": {"seed": 0, "lr": 1e-2},
-    "run_b": {"seed": 1, "lr": 3e-3, "trainer": {"scheduler": {"type": "cosine", "warmup_steps": 1}}},
+    "run_b": {
+        "seed": 1,
+        "lr": 3e-3,
+        "trainer": {
+            "scheduler": {"type": "cosine", "warmup_steps": 1},
+            "num_mini_batches": 2,
+            "epochs_per_batch": 2,
+        },
+    },
     "run_c": {"seed": 2, "lr": 1e-2, "trainer": {"loss": {"type": "gspo"}, "optim": {"type": "signsgd", "lr": 1e-3}}},
 }
-"""Runs that differ in batches, initial adapter, learning rate, schedule, objective and optimizer."""
+"""Runs that differ in batches, initial adapter, learning rate, schedule, updates a batch, objective and optimizer."""
 
 
 class RandomQueue(FairQueue):

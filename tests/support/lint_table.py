@@ -421,6 +421,16 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH241", "warning", {"orchestrator": {"advantage": {"timeout_reward": -1}}}, {}, "timeout = penalize"),
     ("PH241", "warning", {"kind": "sft", "trainer": {"data": {"fake": {}}}}, {}, "kind = rl"),
     ("PH241", "warning", {"trainer": {"profile": {"ranks": [16]}}}, {}, "trainer.num_ranks = 16"),
+    (
+        "PH241",
+        "warning",
+        {
+            "model": {"lora": {}},
+            "trainer": {"max_concurrent_runs": 2, "tinker": {}, "epochs_per_batch": 2},
+        },
+        {},
+        "each client states its losses and steps",
+    ),
     ("PH241", "warning", {"inference": None, "inference_gpu_ids": [0]}, {}, "servers that the run starts"),
     ("PH241", "warning", {SLURM: {"teacher": {"nodes": 2}}}, {}, "the run starts (teacher_inference)"),
     ("PH241", "warning", {"kind": "sft"}, {}, "orchestrator.eval"),

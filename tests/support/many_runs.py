@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,8 +80,11 @@ def make_child(parent: Experiment, directory: Path, name: str, **changes: Any) -
 
 
 def batch_of(seed: int, step: int) -> RankBatch:
-    """The whole batch of a run's step; runs differ by their seed."""
-    return random_rank_batch(SHAPES[seed % len(SHAPES)], seed=1000 * seed + step, step=step)
+    """The whole batch of a run's step, in two mini-batches for those that take them; runs differ by their seed."""
+    micros = SHAPES[seed % len(SHAPES)]
+    dealt = [i % 2 for i, micro in enumerate(micros) for _ in micro]
+    batch = random_rank_batch(micros, seed=1000 * seed + step, step=step)
+    return replace(batch, mini_batches=np.array(dealt, np.int32))
 
 
 def put_batch(paths: RunPaths, step: int, batch: RankBatch, num_ranks: int, incarnation: int = 0) -> None:

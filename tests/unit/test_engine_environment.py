@@ -1,7 +1,11 @@
 """Engines in a Python environment of their own: `inference.python`."""
 
+import os
 import shutil
+import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,43 @@ def test_an_environment_without_the_backend(tmp_path: Path) -> None:
         _link(name, tmp_path)
     said = environment.problem_of(_interpreter(tmp_path, words), "vllm")
     assert said.startswith(f"in the environment of {tmp_path}/python: vLLM is not installed")
+
+
+def _venv(folder: Path) -> Path:
+    """A virtual environment with the packages of this one."""
+    venv.create(folder, with_pip=False)
+    here = sysconfig.get_paths()["purelib"]
+    (next(folder.glob("lib/python*/site-packages")) / "here.pth").write_text(here)
+    return folder / "bin" / "python"
+
+
+def test_blanks_links_and_a_shells_pythonhome_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = _venv(tmp_path / "of engines")
+    (tmp_path / "linked").symlink_to(tmp_path / "of engines")
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path / "another"))
+    assert environment.problem_of(str(python), "vllm") == ""
+    assert environment.problem_of(str(tmp_path / "linked" / "bin" / "python"), "vllm") == ""
+    (tmp_path / "python").symlink_to(python)
+    said = environment.problem_of(str(tmp_path / "python"), "vllm")
+    assert "No module named" in said and "name that one's own bin/python" in said
+    spec = inference_spec(_experiment(python=str(python)), tmp_path, 0, 8000, [])
+    assert spec.environment["PYTHONHOME"] == ""
+
+
+def test_a_torch_of_pythonpath_is_named_where_there_is_an_own_one(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    words = f"env PYTHONPATH={PACKAGE.parent}:{tmp_path} {sys.executable}"
+    said = environment.problem_of(_interpreter(tmp_path, words), "transformers")
+    assert f"PYTHONPATH has {tmp_path}, whose torch would be taken" in said
+
+
+def test_a_server_finds_the_programs_of_its_environment_first(tmp_path: Path) -> None:
+    script = "import os; from prime_hpc.inference.environment import enter; enter(); "
+    script += "print(os.environ['PATH'], os.environ['VIRTUAL_ENV'], sep='|')"
+    python = _venv(tmp_path / "engines")
+    environ = {**os.environ, "PATH": "/usr/bin", "VIRTUAL_ENV": "/trainer"}
+    asked = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, env=environ, check=False)
+    assert asked.stdout == f"{python.parent}:/usr/bin|{tmp_path}/engines\n", asked.stderr
 
 
 def _experiment(**inference: Any) -> Experiment:

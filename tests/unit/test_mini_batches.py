@@ -319,6 +319,14 @@ def test_prompts_are_dealt_whole_and_the_same_for_any_layout(prompts: int, size:
     assert len({tuple(each) for each in others}) > 1
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_no_samples_are_refused_and_an_empty_rank_has_an_update(group: None, number: int) -> None:
+    with pytest.raises(ValueError, match="nothing to deal"):
+        build_ranks([], num_ranks=2, micro_batch_tokens=64, sampling=SamplingConfig(), num_mini_batches=number)
+    parts = mini_batches(RankBatch.empty(1), number, CPU)
+    assert [part.batch.num_micro_batches for part in parts] == [1]
+
+
 def test_the_weight_of_a_kl_in_the_rewards_is_controlled() -> None:
     kl = KLCoefficient(KLConfig(in_rewards=True, coef=0.5, target_kl=0.1, horizon=100))
     kl.observe(0.11, 10)

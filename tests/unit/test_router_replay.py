@@ -15,10 +15,14 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.model.load_policy import load_policy
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.parallel import build_parallel
+from prime_hpc.trainer.parallel.tensor import local
+from prime_hpc.trainer.trainer import Base, build_train_step
 from tests.support.tiny_families import make_family, random_routing
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
+from tests.unit.test_critic import experiment_of
 
 LENGTHS = [[20, 9, 31], [15, 1], [41]]
 CPU = torch.device("cpu")
@@ -105,6 +109,29 @@ def test_named_experts_compute_and_gradients_are_theirs(group: None, folder: Pat
     shuffled = np.random.default_rng(1).permutation(batch.routed)
     wrong, _ = computed(policy, dataclasses.replace(batch, routed=shuffled))
     assert (wrong - want).abs().max() > 0.1
+
+
+def test_every_update_follows_the_experts_and_the_critic_its_own_routers(group: None, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, experts=8, expert_width=32)
+    trainer: dict[str, Any] = {"router_replay": True, "num_mini_batches": 2, "epochs_per_batch": 2}
+    trainer |= {"optim": {"lr": 0, "weight_decay": 0}, "loss": {"type": "ppo_clip", "correction": {}}}
+    experiment, policy = experiment_of(folder, {"lr": 0}, trainer=trainer), load(folder)
+    none: Any = None
+    step = build_train_step(Base(policy, folder, CPU, 1.0, none, none), experiment)
+    assert step.critic is not None
+    with torch.no_grad():
+        torch.nn.init.normal_(local(step.critic.policy.hf.score.weight), generator=torch.Generator().manual_seed(0))
+    batch = dataclasses.replace(batch_of(), mini_batches=np.array([0, 0, 0, 1, 1, 1], np.int32))
+    sampled = np.zeros(batch.num_tokens, np.float32)
+    sampled[batch.target_mask()] = computed(policy, batch)[0]
+    batch = dataclasses.replace(batch, logprobs=sampled)
+    found = step.run(1, batch, loss_of(experiment))
+    assert found["num_updates"] == 4 and found["logprob_diff_max"] < 1e-4 and abs(found["kl_last"]) < 1e-5
+    assert batch.routed is not None
+    shuffled = np.random.default_rng(1).permutation(batch.routed)
+    wrong = step.run(2, dataclasses.replace(batch, routed=shuffled), loss_of(experiment))
+    assert wrong["logprob_diff"] > 0.1 and wrong["kl_last"] > 0.01
+    assert wrong["critic/value"] == pytest.approx(found["critic/value"], rel=1e-5) and abs(found["critic/value"]) > 1e-3
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -16,6 +16,7 @@ from prime_hpc.observe.bench import build_report, write_report
 from prime_hpc.orchestrator.rollouts.server_load import MOST_EPISODES, LoadMeter
 from prime_hpc.simulate.calibration import Calibration, Missing, calibrate, differences
 from prime_hpc.simulate.measured import read_measured
+from prime_hpc.simulate.predict import predict_step
 from prime_hpc.simulate.text import commands
 from prime_hpc.store.run_paths import RunPaths
 from tests.support.measured_runs import OUTSIDE_S, SHARED_S, TOKEN_S, calibrated, make_measured, rows_of, tree_of
@@ -47,6 +48,19 @@ def test_batches_of_several_sizes_tell_what_a_step_costs_without_tokens(tmp_path
     costs = calibrated(small, large).costs
     assert costs.train_s(0, 2) == pytest.approx(0.2 + 1.0)
     assert costs.train_s(25_600, 2) == pytest.approx(0.2 + 5.0)
+
+
+def test_several_updates_of_a_batch_are_costs_of_their_own(tmp_path: Path) -> None:
+    several = {"trainer__num_mini_batches": 2, "trainer__epochs_per_batch": 2, "async_level": 0}
+    once, four = make_measured(tmp_path / "once", async_level=0), make_measured(tmp_path / "four", **several)
+    costs, of_four = calibrated(once).costs, calibrated(four).costs
+    assert costs.train_s(6400, 2, 2, 4) == pytest.approx(2 * 2.0 + 4 * 0.2)
+    assert of_four.train_s(6400, 2, 2, 4) == pytest.approx(2.2)
+    assert of_four.train_s(6400, 2) == pytest.approx(1.0 + 0.05)
+    found, other = calibrated(once), read_measured(four, "four")
+    assert differences(found.runs[0], other.experiment) == []
+    seconds = [predict_step(run.setting, found, 0)[0].step_s for run in (found.runs[0], other)]
+    assert seconds[1] - seconds[0] == pytest.approx(4.8 - 2.2, rel=0.1)  # lengths are drawn
 
 
 def test_the_newest_steps_count_and_torn_foreign_and_broken_rows_do_not(tmp_path: Path) -> None:
@@ -177,9 +191,8 @@ def test_without_a_calibration_it_says_what_measures_one(tmp_path: Path, capsys:
 
 def test_a_calibration_of_something_else_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_measured(tmp_path / "run", model__name="a/model", slurm__partition="h100", is_over=False)
-    file = file_of(tmp_path, model__name="b/model", trainer__epochs_per_batch=4)
+    file = file_of(tmp_path, model__name="b/model")
     code, out, _ = simulated(capsys, file, "--from", run)
-    assert "trainer.epochs_per_batch 1, here 4" in out
     assert code == 0 and "note: run is a calibration of something else: machine other-node" in out
     assert "model.name a/model, here b/model" in out and "slurm.partition h100, here not stated" in out
     assert "run has not ended" in out

@@ -46,7 +46,7 @@ class OptimConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """Learning-rate schedule over steps."""
+    """Learning-rate schedule over steps: batches, however many updates each makes."""
 
     type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape after the warm-up; `wsd` is constant, then a linear decay."""

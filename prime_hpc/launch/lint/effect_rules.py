@@ -141,6 +141,9 @@ def _of_any(experiment: Experiment) -> Iterator[Row]:
         yield "trainer.profile", first <= experiment.max_steps, f"first_step ({first}) within max_steps"
     for key, section in ENGINE_GPU_IDS.items():
         yield key, getattr(experiment, section) is not None, f"servers that the run starts ({section})"
+    if experiment.trainer.tinker is not None:
+        for name in ("optim", "scheduler", "loss", "num_mini_batches", "epochs_per_batch"):
+            yield f"trainer.{name}", False, "runs of ours: of trainer.tinker each client states its losses and steps"
     transport = experiment.weights.transport
     yield "weights.whole_interval", transport != "files", "weights.transport other than files"
 

@@ -273,7 +273,11 @@ def build_ranks(
         single_rows: each sequence takes a row of its own, padded to the longest of its micro-batch.
         totals: `count_rollouts` of the step.
         num_mini_batches, seed: see `deal_mini_batches`; each is packed by itself.
+
+    Raises ValueError: there are no samples (a batch's groups have at least one each), or one is too long.
     """
+    if not samples:
+        raise ValueError("there is nothing to deal: a batch has at least one sample")
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
     dealt = deal_mini_batches(samples, num_mini_batches, seed)
     if num_mini_batches > 1:

@@ -103,9 +103,10 @@ def pack_rows(lengths: npt.ArrayLike, num_ranks: int, micro_batch_tokens: int) -
 def pack_by_number(lengths: npt.ArrayLike, num_ranks: int, number: int) -> list[list[Indices]]:
     """Distribute samples, `number` of them to a micro-batch: those of similar length share one.
 
-    Args, Returns: see `pack`; the last micro-batches may hold fewer.
+    Args, Returns, Raises: see `pack`; the last micro-batches may hold fewer, and no sample is too long.
     """
     sizes = np.asarray(lengths, np.int64)
+    _check(sizes, num_ranks, int(sizes.max(initial=1)))
     bins = np.empty(len(sizes), np.int64)
     bins[np.argsort(-sizes, kind="stable")] = np.arange(len(sizes)) // number
     num_micro = -(-(int(bins.max()) + 1) // num_ranks)

@@ -1,8 +1,9 @@
 """The order of the runs' batches: start-time fair queueing (Goyal et al. 1996) over tokens, with a bound on the wait.
 
-Every run has a virtual time, the tokens that it was trained on. Of the runs whose batch is ready the one that is
-furthest behind goes first. Who had nothing to train for a while, or is new, begins at the virtual time of the
-furthest-behind run that had: idleness earns nothing, and a new run does not stop the others until it has caught up.
+Every run has a virtual time, the tokens that it was trained on, each as often as it was. Of the runs whose batch is
+ready the one that is furthest behind goes first. Who had nothing to train for a while, or is new, begins at the virtual
+time of the furthest-behind run that had: idleness earns nothing, and a new run does not stop the others until it has
+caught up.
 
 What holds, for runs that stay ready (tests/unit/test_multi_fairness.py):
 

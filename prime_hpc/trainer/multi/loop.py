@@ -304,7 +304,8 @@ class MultiTrainer:
         assert child.trained is not None
         if self._run_slots is not None:
             ready = {n for n, w in self._watches.items() if w.batch.poll() is not None}
-            self._queue.trained(name, child.trained[0]["num_tokens"], ready)
+            passes = child.trainer.experiment.trainer.epochs_per_batch
+            self._queue.trained(name, child.trained[0]["num_tokens"] * passes, ready)
         self._settle(name)
 
     def _settle(self, name: str) -> None:

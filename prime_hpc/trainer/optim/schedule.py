@@ -16,7 +16,7 @@ def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> 
     Hugging Face's schedules): no step of the run is for nothing, not even the only one. Where `decay_steps` ends
     earlier than the run, the rest has `min_lr_ratio`.
 
-    `step`: 1-based optimizer step.
+    `step`: 1-based, of the run: all updates by one batch have the same.
     Raises ValueError: warm-up and decay do not fit into the run."""
     warmup = config.warmup_steps
     if config.type == "wsd" and config.decay_steps is not None and warmup + config.decay_steps > max_steps:
