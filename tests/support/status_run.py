@@ -1,6 +1,7 @@
 """Run directories of which `status` tells, and Slurm's answers about them."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ class Run:
     def word(self, state: str = "running", *, age: float = 1, **fields: Any) -> "Run":
         row = {"time": self.now - age, "state": state, "step": 7, "max_steps": 40, "reward": 0.5, "attempt": 1}
         row |= {"roles": {"trainer": "ready"}, "nodes": {"trainer": ["n1"]}}
-        (self.path / "status.json").write_text(json.dumps(row | fields))
+        path = self.path / "status.json"
+        path.write_text(json.dumps(row | fields))
+        os.utime(path, (self.now - age, self.now - age))
         return self
 
     def metrics(self, role: str, rows: list[dict[str, Any]]) -> "Run":

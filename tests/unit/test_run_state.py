@@ -1,11 +1,16 @@
 """What a run's files and Slurm's answer come to, at a given time."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from prime_hpc.launch.monitor.run_facts import Queue, read_evidence
+from prime_hpc.launch.monitor.run_facts import Queue, RunStatus, read_evidence
 from prime_hpc.launch.monitor.run_state import judge
+from prime_hpc.launch.monitor.who_hangs import _ask_supervisor
+from prime_hpc.runtime.atomic_write import write_atomic
+from tests.support.runs import wait_until
 from tests.support.status_run import Run, job
 
 
@@ -15,3 +20,25 @@ def test_the_time_left_is_that_of_now_not_of_slurms_answer(tmp_path: Path, state
     queue = Queue({"12": job(state, time_left_s=900.0)}, asked=run.now - 10)
     evidence = read_evidence(run.sent().attempt().word("running").path)
     assert judge(evidence, queue, run.now).time_left_s == left_s
+
+
+def test_a_nodes_clock_that_is_behind_makes_no_silence(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run").sent().attempt().word(age=90)
+    assert run.status(job("RUNNING")).note == "no word from the supervisor for 90 s"
+    os.utime(run.path / "status.json")
+    assert not run.status(job("RUNNING")).note
+
+
+def test_whoever_asks_a_supervisor_takes_the_answer_that_comes_whatever_its_clock(tmp_path: Path) -> None:
+    folder = tmp_path / "logs" / "attempt_1" / "stalls"
+    folder.mkdir(parents=True)
+    (folder / "asked_7.json").write_text('{"headline": "an earlier answer"}')
+
+    def answer() -> None:
+        wait_until(lambda: (tmp_path / "WHY").exists(), 30, "the question")
+        write_atomic(folder / "asked_3.json", '{"headline": "nobody hangs"}')
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(answer)
+        status = RunStatus("run", str(tmp_path), "running", attempt=1)
+        assert _ask_supervisor(tmp_path, status, 30.0) == {"headline": "nobody hangs"}

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ class Evidence:
     """Why the attempts, or the submission, are not known."""
     word: dict[str, Any] | None = None
     """`status.json`: the supervisor's last word."""
+    heard: float = 0.0
+    """When that came, epoch seconds, by its own clock or the file's: the later, since a node's may be behind."""
 
     @property
     def last(self) -> AttemptRow | None:
@@ -179,7 +182,11 @@ def read_evidence(path: Path) -> Evidence:
     word = read_json(path / STATUS_JSON)
     if attempts and attempts[-1].get("job_id") is None:  # a job that has ended may come back: Slurm says
         attempts[-1] = with_last_word(attempts[-1], word)
-    return Evidence(path, record, attempts, unreadable, word)
+    heard = 0.0
+    if word is not None:
+        with suppress(OSError):
+            heard = max(number(word.get("time")) or 0.0, (path / STATUS_JSON).stat().st_mtime)
+    return Evidence(path, record, attempts, unreadable, word, heard)
 
 
 def number(value: Any) -> float | None:

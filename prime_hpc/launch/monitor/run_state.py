@@ -223,7 +223,7 @@ def _of_waiting_job(record: SubmissionRecord, job: "JobInfo | None", queue: Queu
 def _of_open_attempt(one: Evidence, queue: Queue, now: float) -> _Verdict:
     """Judge an attempt that wrote no end: alive, or gone without a word."""
     last, record = one.last or AttemptRow(), one.record or SubmissionRecord()
-    heard = max(number(last.get("began")) or 0.0, number((one.word or {}).get("time")) or 0.0)
+    heard = max(number(last.get("began")) or 0.0, one.heard)
     silent, no_end = max(0.0, now - heard), f"attempt {last['attempt']} wrote no end"
     if last.get("job_id") is None or objects_of(last["job_id"]) is not None:
         return _of_process(one, silent, no_end)

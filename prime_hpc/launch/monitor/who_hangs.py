@@ -224,17 +224,15 @@ def _run(command: Sequence[str], environment: dict[str, str], timeout_s: float) 
 
 def _ask_supervisor(path: Path, status: RunStatus, timeout_s: float) -> dict[str, Any] | None:
     """Have the supervisor ask its agents: by a file, as for SAVE; None where no answer comes."""
-    asked = time.time()
     folder = path / "logs" / f"attempt_{status.attempt}" / "stalls"
 
     def ask() -> dict[str, Any]:
+        before = set(folder.glob("asked_*.json"))  # by name: its node's clock may be behind this one's
         (path / WHY).touch()
-        while True:
-            for file in sorted(folder.glob("asked_*.json"), reverse=True)[:1]:
-                document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-                if document["time"] >= asked:
-                    return document
+        while not (answers := set(folder.glob("asked_*.json")) - before):
             time.sleep(0.5)
+        document: dict[str, Any] = json.loads(max(answers).read_text(encoding="utf-8"))
+        return document
 
     try:
         return within(timeout_s, ask)
