@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -107,7 +108,7 @@ class _Page:
 
 
 def _open_files() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
+    return [int(path.name) for path in Path("/proc/self/fd").iterdir()]
 
 
 def _identity(number: int) -> tuple[int, int] | None:
