@@ -93,9 +93,9 @@ def _queue_successor(run_dir: Path) -> None:
     from loguru import logger
 
     from prime_hpc.slurm.allocation import job_argument
-    from prime_hpc.supervisor.attempt.successor import try_successor
+    from prime_hpc.supervisor.attempt.successor import FIRST_TRY_S, try_successor
 
-    refusal = try_successor(run_dir, job_argument() or "")
+    refusal = try_successor(run_dir, job_argument() or "", FIRST_TRY_S)
     if refusal is not None:
         logger.warning(f"no successor waits behind this job yet: {refusal.words}")
 

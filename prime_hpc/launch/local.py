@@ -152,6 +152,7 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
         show_dry_run(local_plan(loaded.experiment), None, as_json)
         return 0
     run_dir = loaded.experiment.run_dir.resolve()
+    _refuse_symbols(run_dir)
     refuse_anothers(run_dir)
     with submitting(run_dir):
         prepare_run(loaded)
@@ -186,10 +187,19 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
         return 1
 
 
+def _refuse_symbols(run_dir: Path) -> None:
+    """Raise a ConfigError for a path in which submitit would put a job's id."""
+    if found := next((symbol for symbol in ("%j", "%t", "%a", "%A") if symbol in str(run_dir)), None):
+        words = "which submitit replaces in the paths of a local job: another name or folder, or `rl` in the foreground"
+        raise ConfigError(f"{run_dir} holds {found}, {words}", "output_dir")
+
+
 def start_job(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defined]  # noqa: F821
-    """Start a run whose directory is prepared as a local job of submitit's; nothing is written down about it."""
+    """Start a run whose directory is prepared as a local job of submitit's; nothing is written down about it.
+    Raises ConfigError: its path holds one of submitit's symbols."""
     import submitit
 
+    _refuse_symbols(run_dir)
     executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
     # submitit's local jobs end after `timeout_min`, and see no GPU unless told: ours have no limit and see them all
     executor.update_parameters(timeout_min=60 * 24 * 365, stderr_to_stdout=True)

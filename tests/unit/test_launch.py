@@ -89,6 +89,9 @@ def test_what_lint_calls_an_error_is_refused_in_the_foreground_too(
         local.submit_local(plays, follow=False, dry_run=False, as_json=False)
     assert local.submit_local(plays, follow=False, dry_run=True, as_json=False) == 0, "it may be brought meanwhile"
     assert not one.experiment.run_dir.exists()
+    symbols = loaded(tmp_path / "of%job", model, orchestrator={"env": [{"id": "reverse-text"}]})
+    with pytest.raises(ConfigError, match="output_dir: .*of%job.* holds %j, which submitit replaces"):
+        local.submit_local(symbols, follow=False, dry_run=False, as_json=False)
 
 
 def test_a_model_of_the_hub_that_is_there_in_part_may_do(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from prime_hpc.config import load_run
 from prime_hpc.launch import cancel as cancel_module
+from prime_hpc.launch import job
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.submission import submit
 from prime_hpc.observe.metric_names import is_known
@@ -184,6 +185,16 @@ def test_a_full_queue_is_not_waited_for_beyond_the_time_limit(
     monkeypatch.setattr(successor, "LEAST_TRY_S", 0.5)
     refusal = require_successor(run, "100", time.time() + successor.LEAVE_S - 1)
     assert refusal is not None and "no answer within 0.5 s" in refusal.words
+
+
+def test_a_job_does_not_begin_late_for_a_full_queue(
+    fake: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
+    fake.behave("sbatch", hang="before", stderr=full)
+    monkeypatch.setattr(successor, "FIRST_TRY_S", 0.5)
+    job._queue_successor(run)
+    assert "no answer within 0.5 s" in ((read_record(run) or {})["no_successor"] or "")
 
 
 def test_a_cancelled_run_gets_none(fake: FakeSlurm, run: Path) -> None:

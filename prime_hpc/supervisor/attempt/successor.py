@@ -28,6 +28,8 @@ LAST_TRIES_S = 300.0
 """At the attempt's end, with idle nodes, a slot is waited for no longer."""
 LEAVE_S = 15.0
 """So long before its time limit a job stops trying: it still has to say how it ended."""
+FIRST_TRY_S = 10.0
+"""At an attempt's begin, with idle nodes, sbatch is not waited for longer: it is asked again while the run goes on."""
 LEAST_TRY_S = 5.0
 """So long a try may take at least: at a full queue sbatch waits by itself, beyond the time limit if it may."""
 CLOSE_S = 90.0
