@@ -117,11 +117,11 @@ class _Cancel:
 
     def _jobs(self, active: list[JobInfo]) -> Ended:
         # a successor takes over whenever the job before it ends otherwise than well: it goes first
-        waiting = [info for info in reversed(active) if info.is_pending]
+        waiting = [info for info in reversed(active) if info.is_waiting]
         for info in waiting:
             run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
             self._note_cancel()
-        running = [info for info in active if not info.is_pending]
+        running = [info for info in active if not info.is_waiting]
         if running:
             if running[0].state == "SUSPENDED" and not self.now:
                 self._tell(

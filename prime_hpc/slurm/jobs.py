@@ -95,6 +95,11 @@ class JobInfo:
         return self.state in _PENDING
 
     @property
+    def is_waiting(self) -> bool:
+        """True if its script has not begun: it holds no node, or nodes that are still being started."""
+        return self.is_pending or self.state in ("CONFIGURING", "POWER_UP_NODE")
+
+    @property
     def is_held(self) -> bool:
         """True if it waits to be let go: its user held it, or Slurm after a prolog failed (again and again)."""
         is_held = "held" in self.reason.lower() or self.reason == "JobHoldMaxRequeue" or self.state.endswith("_HOLD")

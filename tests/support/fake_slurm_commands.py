@@ -201,7 +201,7 @@ def _scancel(folder: str, argv: list[str]) -> str:
     named = {word.partition("_")[0] for word in argv}  # the tasks of an array have one state here
     with State(folder) as state:
         for job in _here(state):
-            if job["id"] in named and job["state"] in ("PENDING", "RUNNING", "SUSPENDED"):
+            if job["id"] in named and job["state"] in ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED"):
                 job["state"] = "CANCELLED"
     return ""
 

@@ -63,6 +63,14 @@ def test_cancel_of_a_job_that_begins_before_scancel_comes(
     assert (result.ended, result.outcome, result.note) == (True, "cancelled", "ended without a new save")
 
 
+def test_cancel_waits_for_no_node_that_is_still_being_started(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="CONFIGURING", nodes="n1")
+    result = cancel(config)
+    assert (result.ended, result.outcome) == (True, "cancelled") and fake.jobs()[0]["state"] == "CANCELLED"
+    assert not (run_dir(config) / "STOP").exists()
+
+
 @pytest.mark.parametrize(("state", "more"), [("COMPLETED", ""), ("COMPLETING", "; Slurm still cleans up its nodes")])
 def test_cancel_of_a_running_job_lets_it_save(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, state: str, more: str

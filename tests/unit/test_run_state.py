@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.launch.monitor.run_facts import Queue, RunStatus, read_evidence
 from prime_hpc.launch.monitor.run_state import judge
-from prime_hpc.launch.monitor.who_hangs import _ask_supervisor
+from prime_hpc.launch.monitor.who_hangs import _ask_supervisor, why_idle
 from prime_hpc.runtime.atomic_write import write_atomic
 from tests.support.runs import wait_until
 from tests.support.status_run import Run, job
@@ -27,6 +27,14 @@ def test_a_nodes_clock_that_is_behind_makes_no_silence(tmp_path: Path) -> None:
     assert run.status(job("RUNNING")).note == "no word from the supervisor for 90 s"
     os.utime(run.path / "status.json")
     assert not run.status(job("RUNNING")).note
+
+
+def test_nobody_is_looked_for_on_nodes_that_are_being_started(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run").sent()
+    assert "being started" in why_idle(run.status(job("CONFIGURING", nodes="n1")))
+    run.attempt(ended=60, outcome="preempted", next="slurm")
+    assert "being started" in why_idle(run.status(job("CONFIGURING", nodes="n1", restarts=1)))
+    assert not why_idle(run.status(job("RUNNING", nodes="n1", restarts=1)))
 
 
 def test_whoever_asks_a_supervisor_takes_the_answer_that_comes_whatever_its_clock(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_roles_started_by_hand(tmp_path: Path) -> None:
         ({}, [job("RESV_DEL_HOLD", reason="ReservationDeleted")], None, "pending", "scontrol release"),
         ({}, [job("PENDING", reason="JobHeldAdmin")], None, "pending", "staff alone"),
         ({}, [job("PENDING", reason="AssocMaxWallDurationPerJobLimit")], None, "pending", "prime-hpc cancel"),
-        ({}, [job("CONFIGURING")], None, "starting", "configuring"),
+        ({}, [job("CONFIGURING")], None, "starting", "nodes are being started"),
         ({}, [job("RUNNING")], None, "starting", ""),
         ({}, [job("FAILED")], None, "lost", "ended (FAILED) before an attempt began"),
         ({}, [job("CANCELLED")], None, "stopped", "cancelled before an attempt began"),

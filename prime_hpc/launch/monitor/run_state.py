@@ -206,7 +206,8 @@ def _of_waiting_job(record: SubmissionRecord, job: "JobInfo | None", queue: Queu
         return _Verdict("pending", _why_pending(job), job)
     if job is not None and job.is_active:
         is_up = job.state == "RUNNING"
-        note = "" if is_up else f"its nodes are {job.state.lower()}, no attempt has begun yet"
+        note = "its nodes are being started" if job.is_waiting else f"its nodes are {job.state.lower()}"
+        note = "" if is_up else f"{note}, no attempt has begun yet"
         return _Verdict("starting", note, job)
     if _was_cancelled(record, job, number(record.get("time"))):
         return _Verdict("stopped", "cancelled before an attempt began")

@@ -111,6 +111,8 @@ def why_idle(status: RunStatus) -> str:
         return f"the run is over ({status.state}){note}"
     if status.state in ("pending", "requeued", "submitting"):
         return f"the run waits in the queue, {status.state}{note}"
+    if status.slurm is not None and status.slurm.startswith("CONFIGURING"):
+        return "its nodes are being started (CONFIGURING), and nothing of the run is there yet: `scontrol show node`"
     if status.state in ("not started", "by hand", "unreadable"):
         return f"the run is {status.state}{note}"
     return ""

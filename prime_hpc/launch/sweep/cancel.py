@@ -113,7 +113,7 @@ def _cancel_here(sweep: Sweep, before: list[PointView], *, save: bool, timeout_s
 
 def _end(sweep: Sweep, live: Sequence[PointView], *, save: bool, timeout_s: float, say: Say) -> Cancelled:
     infos = _jobs_of(sweep, live)
-    pending = [info for info in infos if info.is_pending]
+    pending = [info for info in infos if info.is_waiting]
     _scancel(pending)  # first: nothing new begins meanwhile, no successor takes over
     waiting = {info.job_id for info in pending}
     if waiting:  # those that began before scancel came held nodes
