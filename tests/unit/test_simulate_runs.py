@@ -51,7 +51,7 @@ def test_batches_of_several_sizes_tell_what_a_step_costs_without_tokens(tmp_path
 
 
 def test_several_updates_of_a_batch_are_costs_of_their_own(tmp_path: Path) -> None:
-    several = {"trainer__num_mini_batches": 2, "trainer__epochs_per_batch": 2, "async_level": 0}
+    several: dict[str, Any] = {"trainer__num_mini_batches": 2, "trainer__epochs_per_batch": 2, "async_level": 0}
     once, four = make_measured(tmp_path / "once", async_level=0), make_measured(tmp_path / "four", **several)
     costs, of_four = calibrated(once).costs, calibrated(four).costs
     assert costs.train_s(6400, 2, 2, 4) == pytest.approx(2 * 2.0 + 4 * 0.2)
