@@ -100,6 +100,7 @@ class _Run:
             experiment=SimpleNamespace(trainer=SimpleNamespace(batch_timeout_s=60.0)),
         )
         self.num_samples = self.num_tokens = self.published = 0
+        self.last_tokens = 8.0
 
     @property
     def is_done(self) -> bool:
