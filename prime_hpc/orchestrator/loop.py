@@ -384,6 +384,7 @@ class Orchestrator:
         }
         for pool in (self.parts.train_pool, self.parts.eval_pool):
             row |= pool.metrics() if pool is not None else {}
+        row |= self.parts.teacher.drain() if self.parts.teacher is not None else {}
         if self.exp.orchestrator.bench:
             self.rows.append(row)
         self.parts.metrics.log(step, **row)
