@@ -195,13 +195,11 @@ def test_what_cannot_be_read_as_it_was_said_is_refused(folder: Path, policy: Pro
     hi = [*ids_of(policy, b"hi"), end]
     system = {"role": "system", "content": "Be brief."}
     assert "no system messages" in refusal("pieces", [system, USER, say("hi")], hi)
-    inside = [policy.tokenizer.convert_tokens_to_ids("<|im_start|>"), *hi]
-    assert "'<|im_start|>' inside of a reply is a control token of the policy's" in refusal(
-        "bytes", [USER, say("")], inside
-    )
-    assert "token 9999 is none of the policy's" in refusal("bytes", [USER, say("")], [9999, end])
+    inside, asked = [policy.tokenizer.convert_tokens_to_ids("<|im_start|>"), *hi], [USER, say("")]
+    assert "'<|im_start|>' inside of a reply is a control token of the policy's" in refusal("bytes", asked, inside)
+    assert "token 9999 is none of the policy's" in refusal("bytes", asked, [9999, end])
     apart = "e\u0301".encode()
-    assert "does not keep" in refusal("nfc", [USER, say("")], [*ids_of(policy, apart), end])
+    assert "does not keep" in refusal("nfc", asked, [*ids_of(policy, apart), end])
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     said = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     called = [USER, say("") | {"tool_calls": [call]}]
@@ -256,7 +254,6 @@ def test_advantages_are_segments_gaps_and_a_refused_rollout_does_not_train(
     [
         ({"teacher": {"base_url": "http://t:1/v1", "tokenizer": "own"}}, {}, "is read from orchestrator.teacher.model"),
         ({}, {"trainer": {"loss": {"distillation": {}}}}, "trainer.loss.distillation do not fit"),
-        ({"advantage": {"type": "opsd"}}, {}, "own does not fit orchestrator.advantage.type = opsd|not used by"),
         ({"advantage": {"type": "sft"}}, {"trainer": {"loss": {"type": "nll"}}}, "own does not fit .* sft"),
     ],
 )
@@ -269,13 +266,9 @@ def test_a_word_on_tokens_is_refused(orchestrator: dict[str, Any], top: dict[str
 
 def test_its_engines_have_room_for_more_tokens() -> None:
     def room(tokenizer: str) -> int | None:
-        teacher = {"model": "o/t", "tokenizer": tokenizer}
-        tree = {
-            "orchestrator": {"advantage": {"type": "opd"}, "teacher": teacher},
-            "teacher_inference": {},
-            "seq_len": 64,
-        }
-        inference = served_by(Experiment.model_validate(tree), "teacher").inference
+        taught = {"advantage": {"type": "opd"}, "teacher": {"model": "o/t", "tokenizer": tokenizer}}
+        exp = Experiment.model_validate({"orchestrator": taught, "teacher_inference": {}, "seq_len": 64})
+        inference = served_by(exp, "teacher").inference
         return inference.max_model_len if inference is not None else None
 
     assert (room("same"), room("own")) == (65, 130)

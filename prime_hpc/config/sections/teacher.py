@@ -132,10 +132,10 @@ def _can_read(experiment: Any) -> None:
             f"{key} and trainer.loss.distillation do not fit: the distributions of two vocabularies are of other "
             "events at the same place. Leave distillation out: orchestrator.advantage.type = opd compares sampled text"
         )
-    if o.advantage.imitates or o.advantage.algorithm.teacher == "self":
+    if o.advantage.imitates:
         raise ValueError(
-            f"{key} does not fit orchestrator.advantage.type = {o.advantage.type}, whose teacher samples or reads the "
-            "policy's tokens: leave it out, set opd, or have the teacher write rows (`synthesize`) for `sft`"
+            f"{key} does not fit orchestrator.advantage.type = {o.advantage.type}, whose teacher samples the policy's "
+            "tokens: set opd, or have the teacher write rows (`synthesize`) for `sft`"
         )
 
 
