@@ -1,1 +1,1 @@
-"""Conversations of episodes as plain JSON: rows of supervised data, prompts for a teacher with its own template."""
+"""Messages of episodes as plain JSON: rows of supervised data, prompts of a teacher with its own chat template."""
