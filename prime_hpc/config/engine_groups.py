@@ -44,7 +44,8 @@ def trained_names(experiment: Experiment) -> dict[str, str]:
 def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
     """Return the experiment as a group of engines sees it: `model`, `inference`, `inference_gpu_ids` and
     `slurm.inference` are the group's own. The others have no adapter and record nothing of their routers; the teacher
-    has room for one token more than the longest sample, the judge for a sample and what it is asked about it."""
+    has room for one token more than the longest sample (twice that with a tokenizer of its own), the judge for a sample
+    and what it is asked about it."""
     servers: FrozenInferenceConfig | None
     if role == "inference":
         return experiment
@@ -56,6 +57,7 @@ def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
         servers, teacher = experiment.teacher_inference, experiment.orchestrator.teacher
         name = teacher.model if teacher is not None else None
         length, changes = max(experiment.seq_len + 1, experiment.max_model_len), {}
+        length *= 2 if teacher is not None and teacher.tokenizer == "own" else 1  # its tokens may be more
     assert servers is not None and name is not None, "the config refuses it"
     changes |= {"name": name, "lora": None, "router_dtype": "model"}
     own = {

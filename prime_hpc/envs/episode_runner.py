@@ -20,6 +20,7 @@ from verifiers.v1.utils.loaders import harness_class, load_environment
 
 from prime_hpc.config.sections.sampling import of_distribution
 from prime_hpc.envs.chat_client import ChatClient
+from prime_hpc.envs.conversations.plain import conversations_of
 from prime_hpc.envs.env_config import harness_is_in_process
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.interception import PolicyInterception
@@ -30,15 +31,7 @@ from prime_hpc.envs.patches.lookups import patch_verifiers
 from prime_hpc.envs.patches.math_deadlines import use_on_threads
 from prime_hpc.envs.pool_settings import PoolSettings
 from prime_hpc.envs.rendering import PromptRenderer
-from prime_hpc.envs.samples import (
-    UNANSWERED,
-    UNSCORED,
-    EpisodeResult,
-    EpisodeState,
-    conversations_of,
-    episode_result,
-    is_being_scored,
-)
+from prime_hpc.envs.samples import UNANSWERED, UNSCORED, EpisodeResult, EpisodeState, episode_result, is_being_scored
 from prime_hpc.envs.sandbox.sandbox_runtime import open_pool, sandbox_box
 from prime_hpc.envs.sandbox.warm_pool import WarmPool
 from prime_hpc.envs.task_sources import EnvSource
@@ -166,7 +159,13 @@ class SourceRunner:
             versions = {id(turn.logprobs): turn.versions for turn in turns}
             routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
             routing_of = (lambda node: routings.get(id(node.logprobs))) if routings else None
-            result = episode_result(episode, lambda node: versions.get(id(node.logprobs)), duration_s, routing_of)
+            result = episode_result(
+                episode,
+                lambda node: versions.get(id(node.logprobs)),
+                duration_s,
+                routing_of,
+                with_messages=self.settings.teacher_reads,
+            )
         else:
             sampled = [turn.versions for turn in turns if len(turn.versions)]
             lowest, highest = np.minimum.reduce, np.maximum.reduce  # half of what `min()` and `max()` cost

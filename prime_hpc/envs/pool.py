@@ -155,6 +155,12 @@ class EnvPool:
             found |= {f"env_thread/{part}busy": load.busy, f"env_thread/{part}late_s": load.late_s}
         return found
 
+    @property
+    def renderer(self) -> PromptRenderer:
+        """Of the policy; an API has none."""
+        assert self._renderer is not None, "only an API has none, and nobody teaches one"
+        return self._renderer
+
     def demonstration(self, source_index: int, task_index: int, field: str, text: str) -> list[int]:
         """Tokens of a system message that shows a field of a task's data; `text` holds `{demonstration}`.
         Raises EnvError: the task has no such field, or nothing in it; names those it has."""
@@ -172,8 +178,7 @@ class EnvPool:
 
     def lead(self, text: str, shown: str) -> list[int]:
         """Tokens of a system message that shows something; `text` holds `{demonstration}`."""
-        assert self._renderer is not None, "only an API has none, and nobody teaches one"
-        return self._renderer.lead(text.replace("{demonstration}", shown))
+        return self.renderer.lead(text.replace("{demonstration}", shown))
 
     async def run_episode(
         self, source_index: int, task_index: int, url_index: int = 0, *, greedy: bool = False

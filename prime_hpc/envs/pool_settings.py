@@ -69,6 +69,8 @@ class PoolSettings:
     """Variables that rewards read, for workers on other machines too."""
     keep_messages: bool = False
     """Results bring their conversations."""
+    teacher_reads: bool = False
+    """Samples bring their messages, for a teacher that writes them by its own chat template."""
     keep_samples: bool = True
     """Results bring their tokens, to train on; else the versions of these alone."""
 

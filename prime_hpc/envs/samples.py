@@ -17,6 +17,7 @@ import numpy as np
 
 from prime_hpc.client.versions import VersionSpanError
 from prime_hpc.config.secret import without_known
+from prime_hpc.envs.conversations.plain import branch_conversation
 from prime_hpc.envs.images import ImageError, decode_image, image_urls, in_words
 from prime_hpc.envs.routing import RoutingError, RoutingOf, branch_routing
 from prime_hpc.store.batch.images import ImageTable
@@ -84,6 +85,11 @@ class Sample:
     for them once the episode has ended, and again in another attempt."""
     teacher_logprobs: np.ndarray | None = None
     """float32 [L, k], their log-probabilities."""
+    teacher_gaps: np.ndarray | None = None
+    """float32 [L], of a teacher with a tokenizer of its own: log p_teacher - log p_policy of the segment that the token
+    is a part of (`orchestrator.cross_tokenizer`), NaN where it has no word."""
+    conversation: Mapping[str, Any] = field(default_factory=dict)
+    """The messages that the tokens stand for, where they are asked for: see `branch_conversation`."""
 
     @property
     def num_tokens(self) -> int:
@@ -217,13 +223,18 @@ def _find_trace_problem(trace: Any) -> Problem | None:
 
 
 def trace_samples(
-    trace: Any, versions_of: VersionsOf, number: int = 0, routing_of: RoutingOf | None = None
+    trace: Any,
+    versions_of: VersionsOf,
+    number: int = 0,
+    routing_of: RoutingOf | None = None,
+    with_messages: bool = False,
 ) -> list[Sample]:
     """Training samples of one trace, one per branch that has something to train.
 
     Args:
         trace: a finished verifiers trace with tokens (any renderer, any number of branches).
         routing_of: recorded experts of a sampled node; None: nobody records them.
+        with_messages: each sample brings its conversation.
 
     Raises:
         VersionSpanError: a sampled node's versions are unknown or of the wrong number.
@@ -245,7 +256,9 @@ def trace_samples(
         sample = _branch_sample(branch.nodes, first_time, trace, versions_of, number, said)
         sample = _with_images(sample, branch.nodes, trace.mm_token_type_id_map)
         routed = None if routing_of is None else branch_routing(branch.nodes, routing_of)
-        samples.append(sample if routed is None else replace(sample, routed=routed))
+        sample = sample if routed is None else replace(sample, routed=routed)
+        talk = branch_conversation(branch.nodes, trace.tools) if with_messages else {}
+        samples.append(replace(sample, conversation=talk) if talk else sample)
     return samples
 
 
@@ -328,6 +341,7 @@ def episode_result(
     duration_s: float,
     routing_of: RoutingOf | None = None,
     versions: Sequence[int] | None = None,
+    with_messages: bool = False,
 ) -> EpisodeResult:
     """Judge a finished episode and turn it into samples. Never raises for a bad episode: that is what a result says.
 
@@ -337,6 +351,7 @@ def episode_result(
         routing_of: recorded experts of a sampled node; None: nobody records them.
         versions: oldest and newest of its sampled tokens, empty where it has none; None: they are in the samples, or
             an API replied.
+        with_messages: each sample brings its conversation.
     """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     problem = find_problem(episode)
@@ -345,7 +360,7 @@ def episode_result(
     if problem is None and versions_of is not None and asked:
         try:
             for number, trace in enumerate(traces):
-                samples += trace_samples(trace, versions_of, number, routing_of)
+                samples += trace_samples(trace, versions_of, number, routing_of, with_messages)
         except (VersionSpanError, RoutingError, ImageError) as error:
             problem = Problem(EpisodeState.FAILED, one_line(str(error)), type(error).__name__)
         else:
@@ -379,61 +394,6 @@ def _seconds(traces: Sequence[Any], duration_s: float) -> dict[str, float]:
     engine = min(duration_s, sum(trace.timing.agent.model.duration for trace in traces))
     reward = min(duration_s - engine, sum(trace.timing.scoring.duration for trace in traces))
     return {"engine": engine, "environment": duration_s - engine - reward, "reward": reward}
-
-
-def conversations_of(episode: Any) -> list[dict[str, Any]]:
-    """Every conversation of an episode as plain JSON, as supervised data has it: one a trained branch.
-
-    Returns:
-        dicts of `messages` (role, content, `reasoning_content`, `tool_calls`, `tool_call_id`; a reply that the model
-        did not sample, or that an earlier branch holds already, has `train: false`), `tools` (definitions, where there
-        are any), `reward` and `agent` of the trace, and `completion_tokens` that it sampled in all.
-    """
-    found = []
-    for trace in (trace for trace in episode.traces if trace.agent.trainable):
-        held: set[int] = set()
-        for branch in (branch for branch in trace.branches if branch.trainable):
-            new = [node.sampled and id(node) not in held for node in branch.nodes]
-            if not any(new):
-                continue
-            held.update(id(node) for node in branch.nodes if node.sampled)
-            row: dict[str, Any] = {"messages": list(map(_plain_message, branch.nodes, new))}
-            if trace.tools:
-                row["tools"] = list(map(_plain_tool, trace.tools))
-            tokens = trace.usage.completion_tokens if trace.usage is not None else 0
-            found.append(row | {"reward": float(trace.reward), "agent": trace.agent.name, "completion_tokens": tokens})
-    return found
-
-
-def _plain_message(node: Any, is_new: bool) -> dict[str, Any]:
-    message = node.message
-    row: dict[str, Any] = {"role": message.role, "content": _plain_content(message.content)}
-    if reasoning := getattr(message, "reasoning_content", None):
-        row["reasoning_content"] = reasoning
-    if calls := getattr(message, "tool_calls", None):
-        row["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
-        ]
-    if message.role == "tool":
-        row["tool_call_id"] = message.tool_call_id
-        row |= {"name": message.name} if message.name else {}
-    if message.role == "assistant" and not is_new:
-        row["train"] = False
-    return row
-
-
-def _plain_content(content: Any) -> Any:
-    """Return text as it is, parts as text where that is all they are, other parts as plain JSON."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [part.model_dump(mode="json", exclude_none=True) for part in content]
-    return "".join(p["text"] for p in parts) if all(p.get("type") == "text" for p in parts) else parts
-
-
-def _plain_tool(tool: Any) -> dict[str, Any]:
-    """Return a definition as servers and chat templates take it."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
 
 
 def _find_sample_problem(samples: Sequence[Sample]) -> Problem | None:

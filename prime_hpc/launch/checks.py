@@ -226,6 +226,8 @@ def _teacher(experiment: Experiment) -> list[Problem]:
             longest = served_by(experiment, "teacher").max_model_len
             if lacks := _folder(teacher.model, key) or _context(folder, longest, key):
                 return lacks
+    if teacher.tokenizer == "own":
+        return []
     vocabularies: list[dict[str, int] | None] = []
     for name, its_key in ((experiment.model.name, "model.name"), (teacher.model, key)):
         try:
@@ -240,7 +242,7 @@ def _teacher(experiment: Experiment) -> list[Problem]:
         Problem(
             f"{teacher.model} has another tokenizer than {experiment.model.name}: {len(other)} tokens against "
             f"{len(own)}, and {differs!r} is {other.get(differs)} there, {own.get(differs)} here; a teacher needs the "
-            "policy's vocabulary",
+            "policy's vocabulary, or orchestrator.teacher.tokenizer = own (opd), with which it reads the text itself",
             key,
         )
     ]

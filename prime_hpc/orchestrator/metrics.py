@@ -150,7 +150,7 @@ def batch_metrics(
     if greedy := [entry.group.greedy.result.reward for entry in scored if entry.group.greedy is not None]:
         row["reward/greedy"] = float(np.mean(greedy))
     if any(entry.references for entry in scored):
-        row["teacher/reverse_kl"] = _reverse_kl(scored)
+        row |= _of_teacher(scored)
     for source, name in enumerate(env_names):
         own = [entry for entry in scored if entry.group.prompt.source == source]
         values = [e.result.reward for entry in own for e in entry.episodes]
@@ -201,16 +201,22 @@ def _spread(episodes: Sequence[Episode]) -> float:
     return max(0.0 if all_equal(rewards) else float(np.ptp(rewards)) for rewards in compared)
 
 
-def _reverse_kl(scored: Sequence[ScoredGroup]) -> float:
+def _of_teacher(scored: Sequence[ScoredGroup]) -> dict[str, float]:
     """Mean of log p_policy - log p_teacher over the batch's sampled tokens, also those that do not train: KL(policy ||
-    teacher) in nats a token."""
-    gaps = [
-        (sample.logprobs - scores)[sample.loss_mask]
-        for entry in scored
-        for episode, rows in zip(entry.group.usable, entry.references, strict=True)
-        for sample, scores in zip(episode.result.samples, rows, strict=True)
-    ]
-    return float(np.concatenate(gaps).mean(dtype=np.float64))
+    teacher) in nats a token. Of a teacher with a tokenizer of its own those on which it has a word, and their share."""
+    gaps, has_word = [], []
+    for entry in scored:
+        for episode, rows in zip(entry.group.usable, entry.references, strict=True):
+            for sample, scores in zip(episode.result.samples, rows, strict=True):
+                gaps.append((sample.logprobs - scores)[sample.loss_mask])
+                if sample.teacher_gaps is not None:
+                    has_word.append(np.isfinite(sample.teacher_gaps)[sample.loss_mask])
+    found = np.concatenate(gaps)
+    if not has_word:
+        return {"teacher/reverse_kl": float(found.mean(dtype=np.float64))}
+    known = np.concatenate(has_word)
+    mean = float(found[known].mean(dtype=np.float64)) if known.any() else 0.0
+    return {"teacher/reverse_kl": mean, "teacher/scored_tokens": float(known.mean())}
 
 
 def _env_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str]) -> dict[str, float]:

@@ -19,12 +19,15 @@ from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig, EvalEnvConfig, TrainEnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
+from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.pool_settings import PoolSettings
+from prime_hpc.envs.rendering import load_prompt_renderer
 from prime_hpc.envs.task_sources import Split
 from prime_hpc.orchestrator.algorithms import get_algorithm
 from prime_hpc.orchestrator.algorithms.teacher import FrozenServer, Peers, Teacher
 from prime_hpc.orchestrator.bench import gate_of_bench
+from prime_hpc.orchestrator.cross_tokenizer.reading import TeacherReader
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.runtime.role_context import ENV_KEY, RoleContext
 from prime_hpc.store.batches import find_batch, read_state
@@ -136,7 +139,25 @@ def make_teacher(
         deadline_s=config.teacher.deadline_s,
         max_concurrent=config.teacher.max_concurrent,
         top_k=top_k,
+        reader=_reader(exp, config.teacher, pool) if _teacher_reads(exp) else None,
     )
+
+
+def _reader(exp: Experiment, teacher: TeacherConfig, pool: EnvPool) -> TeacherReader:
+    """Return what writes conversations for a teacher with another tokenizer.
+    Raises OrchestratorError: its tokenizer or chat template cannot be used."""
+    assert teacher.model is not None, "the config refuses it"
+    how = (exp.model.enable_thinking, exp.model.trust_remote_code)
+    try:
+        renderer = load_prompt_renderer(teacher.model, "default", *how)
+    except EnvError as error:
+        raise OrchestratorError(f"orchestrator.teacher.model: {error}") from error
+    return TeacherReader(pool.renderer, renderer)
+
+
+def _teacher_reads(exp: Experiment) -> bool:
+    teacher = exp.orchestrator.teacher
+    return teacher is not None and teacher.tokenizer == "own"
 
 
 def _teacher_client(kind: type[InferenceClient], url: str, exp: Experiment) -> InferenceClient:
@@ -188,6 +209,7 @@ def make_pool(
         chat_template=exp.own_template,
         vision=exp.model.vision is not None,
         environ=judge.variables(exp),
+        teacher_reads=_teacher_reads(exp),
         keep_samples=split == "train",
     )
     return EnvPool(settings, exp.orchestrator.env_servers, log_dir / split if log_dir is not None else None)

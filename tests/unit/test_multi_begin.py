@@ -13,7 +13,7 @@ from prime_hpc.store.errors import NoRoom, StoreError, Unreadable
 from prime_hpc.store.io import room
 from prime_hpc.trainer.multi import child_run, loop
 from prime_hpc.trainer.multi.admission import Admission
-from prime_hpc.trainer.multi.child_run import READ_S, begin_child
+from prime_hpc.trainer.multi.child_run import READ_S, Child, begin_child
 from prime_hpc.trainer.rank_group import RankGroup
 
 
@@ -57,6 +57,13 @@ def test_what_was_opened_is_closed_again(
     assert asked == ([READ_S] if is_built else [])
 
 
+def test_each_pass_over_a_batch_counts_for_a_runs_turn() -> None:
+    trainer: Any = SimpleNamespace(experiment=Experiment.model_validate({"trainer": {"epochs_per_batch": 3}}))
+    none: Any = None
+    child = Child("run_a", trainer, none, 64, 1, 8, 100, trained=({"num_tokens": 100.0}, 0.0))
+    assert child.last_tokens == 300
+
+
 def test_the_idle_time_begins_when_the_last_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was trained before, however long and without a pause in which nobody was ready."""
     now = [1000.0]
@@ -93,6 +100,7 @@ class _Run:
             experiment=SimpleNamespace(trainer=SimpleNamespace(batch_timeout_s=60.0)),
         )
         self.num_samples = self.num_tokens = self.published = 0
+        self.last_tokens = 8.0
 
     @property
     def is_done(self) -> bool:

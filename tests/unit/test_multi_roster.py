@@ -430,6 +430,8 @@ def test_what_a_child_shares_must_be_its_parents(world: World) -> None:
     check_child(world.parent, child)
     own = {"seed": 3, "max_steps": 5, "async_level": 0, "seq_len": 32}
     check_child(world.parent, child.model_copy(update=own))
+    updates = child.trainer.model_copy(update={"num_mini_batches": 2, "epochs_per_batch": 3})
+    check_child(world.parent, child.model_copy(update={"trainer": updates}))
     other = child.model_copy(
         update={
             "seq_len": 128,

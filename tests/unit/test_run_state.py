@@ -29,6 +29,25 @@ def test_a_nodes_clock_that_is_behind_makes_no_silence(tmp_path: Path) -> None:
     assert not run.status(job("RUNNING")).note
 
 
+@pytest.mark.parametrize(
+    ("age", "cancelled", "state", "words"),
+    [
+        (5, False, "running", []),
+        (100, False, "running", ["no word from the supervisor for 100 s", "Slurm cannot be asked (timed out)"]),
+        (100, True, "running", ["cancelled", "no word", "Slurm cannot be asked (timed out)"]),
+        (400, False, "lost", ["Slurm cannot be asked (timed out)"]),
+    ],
+)
+def test_a_run_of_which_a_silent_slurm_says_nothing(
+    tmp_path: Path, age: float, cancelled: bool, state: str, words: list[str]
+) -> None:
+    run = Run(tmp_path / "run")
+    run.sent(cancelled=run.now - age if cancelled else None).attempt().word(age=age)
+    status = run.status(trouble="timed out")
+    assert status.state == state and all(word in status.note for word in words)
+    assert words or not status.note
+
+
 def test_nobody_is_looked_for_on_nodes_that_are_being_started(tmp_path: Path) -> None:
     run = Run(tmp_path / "run").sent()
     assert "being started" in why_idle(run.status(job("CONFIGURING", nodes="n1")))

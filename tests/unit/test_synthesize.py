@@ -15,8 +15,9 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
+from prime_hpc.envs.conversations.plain import conversations_of
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState, conversations_of
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, Key, Record
 from prime_hpc.evals.settings import record, refuse_others

@@ -13,7 +13,10 @@ class TeacherConfig(Section):
 
     model: str | None = None
     """Directory or hub name: what `teacher_inference` serves; of a teacher at `base_url`, to compare its tokenizer with
-    the policy's before anything starts."""
+    the policy's before anything starts, or to read with it (`tokenizer = own`)."""
+    tokenizer: Literal["same", "own"] = "same"
+    """`same`: it scores the policy's very tokens. `own`: it has another tokenizer, read from `model`, and scores the
+    same text in its own tokens, after the conversation by its own chat template (`opd`)."""
     served_name: str = "policy"
     """Model name on its servers; prime-hpc's own `inference` says `policy`."""
     base_url: list[str] | str = []
@@ -110,10 +113,29 @@ def _is_started(experiment: Any) -> None:
         )
     scores = not o.advantage.imitates or experiment.trainer.loss.distillation is not None
     need = experiment.seq_len + scores  # a score samples one token that is not used
+    if o.teacher.tokenizer == "own":
+        return  # how many tokens a text is to it, nobody knows before
     if started.max_model_len is not None and started.max_model_len < need:
         raise ValueError(
             f"teacher_inference.max_model_len ({started.max_model_len}) is too short for samples of seq_len "
             f"({experiment.seq_len}): at least {need}, or leave it out"
+        )
+
+
+def _can_read(experiment: Any) -> None:
+    """Refuse a tokenizer of the teacher's own where its word is of tokens. Raises ValueError: says which."""
+    o, key = experiment.orchestrator, "orchestrator.teacher.tokenizer = own"
+    if o.teacher.model is None:
+        raise ValueError(f"{key} is read from orchestrator.teacher.model, which is not stated")
+    if experiment.trainer.loss.distillation is not None:
+        raise ValueError(
+            f"{key} and trainer.loss.distillation do not fit: the distributions of two vocabularies are of other "
+            "events at the same place. Leave distillation out: orchestrator.advantage.type = opd compares sampled text"
+        )
+    if o.advantage.imitates:
+        raise ValueError(
+            f"{key} does not fit orchestrator.advantage.type = {o.advantage.type}, whose teacher samples the policy's "
+            "tokens: set opd, or have the teacher write rows (`synthesize`) for `sft`"
         )
 
 
@@ -131,6 +153,8 @@ def _can_distil(experiment: Any) -> None:
         raise ValueError(
             f"orchestrator.teacher is not used by {key}: leave it out, or set opd, sft or trainer.loss.distillation"
         )
+    if o.teacher is not None and o.teacher.tokenizer == "own":
+        _can_read(experiment)
     if compares and experiment.model.vision is not None:
         raise ValueError(f"{by} asks the teacher with tokens alone, without images: leave model.vision out")
     distils = o.advantage.distils or compares

@@ -79,6 +79,12 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
         "the run starts its servers with <teacher_inference>: <orchestrator.teacher.model>",
     ),
     (
+        "use_uld_loss use_extended_uld uld_use_hybrid_loss teacher_tokenizer_name_or_path shared_tokenizer "
+        "opd_text_splitter",
+        "a teacher with another tokenizer reads the same text with `own` as <orchestrator.teacher.tokenizer>; every "
+        "token has the gap of the shortest piece of text that ends a token of both",
+    ),
+    (
         "teacher_model_server_url teacher_model_server use_teacher_server",
         "a teacher that runs already: <orchestrator.teacher.base_url>",
     ),

@@ -25,7 +25,7 @@ class Sampled(Record):
     """One episode, with what it said."""
 
     conversations: list[dict[str, Any]] = field(default_factory=list)
-    """`envs.samples.conversations_of`, each with `parsed` and `digest`, a sum over its messages and tools."""
+    """`conversations_of` the episode, each with `parsed` and `digest`, a sum over its messages and tools."""
     handed_on: dict[str, Any] | None = None
     """Fields that the task hands on to its rows."""
 

@@ -234,13 +234,16 @@ def _of_open_attempt(one: Evidence, queue: Queue, now: float) -> _Verdict:
         job = later if later is not None and _may_start(later) else job
     if heard > queue.asked and (job is None or job.is_pending):
         return _alive(one, silent)  # the answer is of a moment before this attempt began
+    asked = f"Slurm cannot be asked ({queue.trouble})" if queue.trouble else ""
+    was_cancelled = (job is None or not job.is_active) and _was_cancelled(record, job, number(last.get("began")))
     if job is None and silent < (SILENT_S if queue.trouble else QUIET_S / 4):
-        return _alive(one, silent)
-    is_over = not job.is_active if job is not None else not queue.trouble
-    if is_over and _was_cancelled(record, job, number(last.get("began"))):  # while Slurm had suspended it
+        verdict = _alive(one, silent)
+        words = ["cancelled" if was_cancelled else "", verdict.note, asked if verdict.note or was_cancelled else ""]
+        return verdict._replace(note="; ".join(filter(None, words)))
+    if was_cancelled and (job is not None or not asked):  # while Slurm had suspended it
         return _Verdict("stopped", f"cancelled, and {no_end}", job)
     if job is None:
-        gone = f"Slurm cannot be asked ({queue.trouble})" if queue.trouble else f"job {last['job_id']} is gone"
+        gone = asked or f"job {last['job_id']} is gone"
         return _Verdict("lost", f"{gone}, and {no_end}; last word {span(silent)} ago")
     if job.is_pending:
         return _Verdict("requeued", "; ".join(filter(None, [no_end, _why_pending(job)])), job)

@@ -70,8 +70,10 @@ def orchestrator_line(experiment: Experiment) -> str:
 
 
 def _of_teacher(experiment: Experiment) -> str:
-    """Say what a teacher's distributions add to a batch; empty: none are compared with."""
-    distillation = experiment.trainer.loss.distillation
+    """Say what a teacher's distributions add to a batch, or that it reads text; empty: neither."""
+    distillation, teacher = experiment.trainer.loss.distillation, experiment.orchestrator.teacher
+    if teacher is not None and teacher.tokenizer == "own":
+        return f"; the teacher reads the text in the tokens of {teacher.model}"
     if distillation is None:
         return ""
     top_k, size = distillation.top_k, distillation.batch_bytes * experiment.orchestrator.batch_size * experiment.seq_len

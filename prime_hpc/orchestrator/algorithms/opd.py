@@ -10,8 +10,11 @@ itself; what it makes likely later is left out, which costs little and takes out
 the sampling engine's, of the version that sampled the token; the trainer's ratio to it is the objective's business.
 w = `orchestrator.advantage.reward_weight`, g = `max_gap`.
 
-The teacher scores the very token ids: it must share the policy's tokenizer (checked before the run where both are on
-disk). Its log-probabilities are those of temperature 1, so the policy must sample at 1 (refused otherwise).
+The teacher scores the very token ids, and must share the policy's tokenizer (checked before the run where both are on
+disk). With `orchestrator.teacher.tokenizer = own` it reads the same text in its own tokens, and t is the shortest piece
+of text that ends a token of both: each of the policy's tokens in it carries the whole gap, see
+`cross_tokenizer/segments.py` for why, and 0 where the teacher has no word. Its log-probabilities are those of
+temperature 1, so the policy must sample at 1 (refused otherwise).
 
 With `trainer.loss.distillation` the loss compares the whole distributions, without the sample's variance, in the place
 of this one token's ratio: A_t = w (r_i - mean(r)) then.
@@ -51,8 +54,10 @@ before penalties; of several agents the first one's text is shown.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prime_hpc.config.sections.advantage import AdvantageConfig
+from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms.base import (
     FloatArray,
     RewardGroup,
@@ -81,9 +86,15 @@ class Distillation:
             return token_advantages(group, self._per_trace)
         return [
             [
-                self._per_trace[i, sample.trace]
-                + np.clip(scores.astype(np.float64) - sample.logprobs, -self._max_gap, self._max_gap)
+                self._per_trace[i, sample.trace] + np.clip(_gaps(sample, scores), -self._max_gap, self._max_gap)
                 for sample, scores in zip(episode.result.samples, teacher, strict=True)
             ]
             for i, (episode, teacher) in enumerate(zip(group.episodes, group.references, strict=True))
         ]
+
+
+def _gaps(sample: Sample, scores: NDArray[np.float32]) -> FloatArray:
+    """Return log p_teacher - log p_policy at every token, float64[L]."""
+    if sample.teacher_gaps is not None:
+        return np.nan_to_num(sample.teacher_gaps.astype(np.float64), nan=0.0)
+    return scores.astype(np.float64) - sample.logprobs

@@ -1,5 +1,5 @@
 """Teachers that score the policy's tokens for distillation: a frozen teacher's servers, which the run starts or others
-have, or the policy itself, shown the answer.
+have, or the policy itself, shown the answer. One with a tokenizer of its own (`cross_tokenizer`) reads the same text.
 
 `loop` begins the scores of an episode when it ends, so that they come while others are still played, and collects those
 of a batch before it is assembled. Every sequence is asked for until `deadline_s`, at one server after the other. A
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from prime_hpc.client.inference import InferenceClient, InferenceError, TopTokens
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms.scorer import References
+from prime_hpc.orchestrator.cross_tokenizer.reading import TeacherReader
+from prime_hpc.orchestrator.cross_tokenizer.token_bytes import UnreadableError
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
@@ -37,8 +39,23 @@ _ROUNDING = 1e-9
 _NUM_SHOWN = 16
 """Tasks of each environment whose demonstrations are measured beforehand."""
 
-Score = tuple[NDArray[np.float32], TopTokens | None] | str
-"""float32[L] and the teacher's likeliest tokens, where these are asked for; or why there is none."""
+
+@dataclass(frozen=True)
+class Score:
+    """What the teacher says of a sample."""
+
+    logprobs: NDArray[np.float32]
+    """float32[L]"""
+    top: TopTokens | None = None
+    """Its likeliest tokens, where these are asked for."""
+    gaps: NDArray[np.float32] | None = None
+    """float32[L], as `Sample.teacher_gaps`."""
+
+
+class _RefusedError(Exception):
+    """There is no score of this sample; says why."""
+
+
 Prefix = Callable[[int, int], Sequence[int]]
 """(source, task) -> tokens that the teacher sees before the sample's own."""
 
@@ -72,6 +89,7 @@ class Teacher:
         prefix: Prefix | None = None,
         peers: Peers | None = None,
         top_k: int = 0,
+        reader: TeacherReader | None = None,
     ) -> None:
         """Args:
         name: under which these serve it.
@@ -80,16 +98,19 @@ class Teacher:
         prefix: what it sees beforehand; None: nothing, but for `peers`.
         peers: it sees other rollouts of the group, once that is complete (`begin_complete`).
         top_k: its likeliest tokens at every trained place are asked for, too, and become arrays of the samples.
+        reader: of a teacher that has a tokenizer of its own.
         """
         self._clients, self._name, self._deadline_s = list(clients), name, deadline_s
         self._prefix, self._room, self._turn, self._top_k = prefix, asyncio.Semaphore(max_concurrent), 0, top_k
         self._peers, self._num_shown, self._num_collected = peers, 0, 0
         self._shown: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
         """Rollouts of a group that have a peer to be shown."""
-        self._pending: WeakKeyDictionary[Group, dict[int, list[asyncio.Task[Score]]]]
+        self._reader = reader
+        self._pending: WeakKeyDictionary[Group, dict[int, list[asyncio.Task[Score | str]]]]
         self._pending = WeakKeyDictionary()
         self._length_limit: int | None = None
         self.num_retries = 0
+        self._num_refused = 0
 
     @property
     def is_other(self) -> bool:
@@ -121,7 +142,7 @@ class Teacher:
                     f"orchestrator.teacher.served_name = {self._name}: {client.base_url} serves {', '.join(served)}"
                 )
             room = served[self._name]
-            if room is not None and room <= longest:
+            if room is not None and room <= longest and self._reader is None:
                 raise OrchestratorError(
                     f"orchestrator.teacher: {client.base_url} takes {room} tokens; scoring samples of seq_len = "
                     f"{longest} needs a max_model_len of {longest + 1} or more there"
@@ -219,9 +240,13 @@ class Teacher:
         self._pending.setdefault(group, {})[index] = tasks
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return the share of the rollouts since the last call that were shown a peer; of other teachers nothing."""
-        shown, collected, self._num_shown, self._num_collected = self._num_shown, self._num_collected, 0, 0
-        return {} if self._peers is None else {"teacher/shown": shown / max(collected, 1)}
+        """Return figures since the last call: rollouts that could not be scored and do not train; the share that was
+        shown a peer, where peers are shown."""
+        row: dict[str, float] = {"teacher/refused": self._num_refused}
+        if self._peers is not None:
+            row["teacher/shown"] = self._num_shown / max(self._num_collected, 1)
+        self._num_refused = self._num_shown = self._num_collected = 0
+        return row
 
     def discard(self, group: Group) -> None:
         """Nobody will ask for this group's."""
@@ -256,10 +281,11 @@ class Teacher:
                     group.slots[i] = _unusable(slot, wrong[0])
                     continue
                 known = [score for score in scores if not isinstance(score, str)]
-                rows.append([own for own, _ in known])
-                if self._top_k:
-                    group.slots[i] = _with_top(slot, [top for _, top in known])
+                rows.append([score.logprobs for score in known])
+                if self._top_k or self._reader is not None:
+                    group.slots[i] = _taught_by(slot, known)
             found.append(rows if group.has_tokens else [])
+        self._num_refused += len(refused)
         if refused:
             if not any(found):
                 raise OrchestratorError(refused[0])
@@ -276,21 +302,41 @@ class Teacher:
             for client in self._clients:
                 await client.close()
 
-    async def _score(self, shown: Sequence[int], sample: Sample) -> Score:
-        before = np.asarray(shown, np.int32)
-        sequence, tries = np.concatenate([before, sample.token_ids]), 0
-        wanted, top = np.concatenate([np.zeros(len(before), bool), sample.loss_mask]), None
-        wanted[len(before)] = False  # nothing predicts it in the sample itself
+    async def _score(self, shown: Sequence[int], sample: Sample) -> Score | str:
+        """Return what the teacher says of a sample, or why it says nothing."""
+        try:
+            if self._reader is not None:
+                reading = await self._reader.read(sample)
+                found = [(await self._ask(np.asarray(ids, np.int32)))[0] for ids in reading.sequences]
+                scores, gaps = reading.scores_of(sample, found)
+                return Score(scores, gaps=gaps)
+            before = np.asarray(shown, np.int32)
+            wanted = np.concatenate([np.zeros(len(before), bool), sample.loss_mask])
+            wanted[len(before)] = False  # nothing predicts it in the sample itself
+            scores, top = await self._ask(np.concatenate([before, sample.token_ids]), wanted)
+        except UnreadableError as error:
+            return f"the teacher cannot be given a rollout: {error}"
+        except _RefusedError as error:
+            return str(error)
+        own = scores[len(before) :].copy()
+        own[0] = 0.0
+        return Score(own, top)
+
+    async def _ask(
+        self, sequence: NDArray[np.int32], wanted: NDArray[np.bool_] | None = None
+    ) -> tuple[NDArray[np.float32], TopTokens | None]:
+        """Return the teacher's log-probabilities of a sequence, and its likeliest tokens where they are `wanted`.
+        Raises _RefusedError: it takes no such sequence. Raises OrchestratorError: no answer within the deadline."""
+        tries = 0
         async with self._room:
             end = loop_time() + self._deadline_s
             while True:
                 client = self._clients[self._turn % len(self._clients)]
                 self._turn += 1
                 try:
-                    if self._top_k:
-                        scores, top = await client.score_top(sequence, self._name, self._top_k, wanted)
-                    else:
-                        scores = await client.score(sequence, self._name)
+                    if self._top_k and wanted is not None:
+                        return await client.score_top(sequence, self._name, self._top_k, wanted)
+                    return await client.score(sequence, self._name), None
                 except InferenceError as error:
                     pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
                     final = error.status is not None and error.status < 500 and error.status not in _WORTH_ANOTHER_TRY
@@ -300,30 +346,25 @@ class Teacher:
                             f"{'' if final else f' within {self._deadline_s:g} s, {tries + 1} tries'}: {error}"
                         )
                         if error.status in _OF_THE_SEQUENCE:
-                            return reason
+                            raise _RefusedError(reason) from error
                         raise OrchestratorError(reason) from error
                     logger.debug(f"the teacher is asked again in {pause:g} s: {error}")
                     tries += 1
                     self.num_retries += 1
                     await asyncio.sleep(pause)
-                else:
-                    own = scores[len(before) :].copy()
-                    own[0] = 0.0
-                    return own, top
 
 
-def _with_top(episode: Episode, tops: Sequence[TopTokens | None]) -> Episode:
-    """Return the same episode whose samples have the teacher's likeliest tokens, without those of what it was shown."""
-    samples = [
-        sample if top is None else _taught(sample, top)
-        for sample, top in zip(episode.result.samples, tops, strict=True)
-    ]
+def _taught_by(episode: Episode, scores: Sequence[Score]) -> Episode:
+    """Return the same episode whose samples have what the teacher says besides log-probabilities."""
+    samples = [_taught(sample, score) for sample, score in zip(episode.result.samples, scores, strict=True)]
     return replace(episode, result=replace(episode.result, samples=samples))
 
 
-def _taught(sample: Sample, top: TopTokens) -> Sample:
-    first = len(top.ids) - sample.num_tokens
-    return replace(sample, teacher_ids=top.ids[first:], teacher_logprobs=top.logprobs[first:])
+def _taught(sample: Sample, score: Score) -> Sample:
+    if score.top is None:
+        return replace(sample, teacher_gaps=score.gaps)
+    first = len(score.top.ids) - sample.num_tokens  # without what the teacher was shown
+    return replace(sample, teacher_ids=score.top.ids[first:], teacher_logprobs=score.top.logprobs[first:])
 
 
 def _unusable(episode: Episode, reason: str) -> Episode:

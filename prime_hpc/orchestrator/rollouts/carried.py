@@ -40,6 +40,8 @@ MOST_BYTES = 1 << 30
 """Of the file: what a process that was told to stop can write in the seconds that it has."""
 MOST_STATES = 1024
 """The newest batches whose states are known again: an attempt that goes on further back samples the groups again."""
+_GAPS = "teacher_gaps"
+"""The teacher is asked for them again, as for what a batch keeps of it."""
 _ROUTED = "routed"
 """An array of a shape and a type of its own, where engines record experts."""
 _TABLE = ("image_bytes", "image_offsets")
@@ -263,7 +265,7 @@ def _joined(samples: Sequence[Sample], name: str) -> np.ndarray:
 def _row(result: EpisodeResult, table: ImageTable) -> dict[str, Any]:
     """Plain JSON of a result; its samples without their arrays, their images as numbers of the table's."""
     row = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "samples"}
-    names = [field.name for field in fields(Sample) if field.name not in (*ARRAYS, *OF_TEACHER, _ROUTED)]
+    names = [field.name for field in fields(Sample) if field.name not in (*ARRAYS, *OF_TEACHER, _GAPS, _ROUTED)]
     samples = [{name: getattr(s, name) for name in names} | {"length": s.num_tokens} for s in result.samples]
     for sample in samples:
         sample["image_data"] = [table.number(image) for image in sample["image_data"]]

@@ -75,6 +75,12 @@ class Child:
         """Progress that its checkpoints hold besides tensors."""
         return {"num_samples": self.num_samples, "num_tokens": self.num_tokens}
 
+    @property
+    def last_tokens(self) -> float:
+        """Tokens of the step that is to be settled, in all passes over its batch."""
+        assert self.trained is not None
+        return self.trained[0]["num_tokens"] * self.trainer.experiment.trainer.epochs_per_batch
+
     def _on_all(self, action: Callable[[], T]) -> T:
         return self.trainer.control.on_all(action, OF_A_RUN)
 

@@ -304,8 +304,7 @@ class MultiTrainer:
         assert child.trained is not None
         if self._run_slots is not None:
             ready = {n for n, w in self._watches.items() if w.batch.poll() is not None}
-            passes = child.trainer.experiment.trainer.epochs_per_batch
-            self._queue.trained(name, child.trained[0]["num_tokens"] * passes, ready)
+            self._queue.trained(name, child.last_tokens, ready)
         self._settle(name)
 
     def _settle(self, name: str) -> None:

@@ -1,0 +1,1 @@
+"""What was said in an episode, as plain JSON: rows of supervised data, prompts for a teacher with its own template."""
