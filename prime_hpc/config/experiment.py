@@ -203,6 +203,11 @@ class Experiment(Section):
         """Groups of one batch."""
         return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
 
+    @property
+    def episodes_per_step(self) -> int:
+        """Rollouts of one batch, and its prompts' greedy ones, which do not train."""
+        return self.orchestrator.batch_size + self.num_prompts * self.orchestrator.has_greedy
+
     @model_validator(mode="before")
     @classmethod
     def _evaluates_on_engines(cls, values: Any) -> Any:

@@ -81,6 +81,7 @@ class SourceRunner:
         self.policies = policies
         # A fresh environment each time: the resources that it holds belong to this event loop.
         self.env = load_environment(source.env_config)
+        samplings = sampling, sampling.model_copy(update={"temperature": 0.0})
         self.contexts, self.greedy_contexts = (
             [
                 vf.ModelContext(
@@ -90,9 +91,9 @@ class SourceRunner:
                 )
                 for url in settings.urls
             ]
-            for own in (sampling, sampling.model_copy(update={"temperature": 0.0}))
+            for own in samplings
         )
-        self._distribution = of_distribution(sampling.model_dump())
+        self._distribution, self._greedy_distribution = (of_distribution(own.model_dump()) for own in samplings)
         self._stack = AsyncExitStack()
         self._shared: dict[str, Any] = {}
         self._agents: list[_PlainAgent] = []
@@ -153,8 +154,8 @@ class SourceRunner:
             turns = [turn for trace in traces for turn in policy.take_turns(trace.id)]
         duration_s = time.monotonic() - started
         if self.settings.keep_samples and self.settings.chat is None:
-            if self.settings.is_policy and not greedy:
-                self._refuse_other_sampling(episode)
+            if self.settings.is_policy:
+                self._refuse_other_sampling(episode, greedy)
             versions = {id(turn.logprobs): turn.versions for turn in turns}
             routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
             routing_of = (lambda node: routings.get(id(node.logprobs))) if routings else None
@@ -174,16 +175,19 @@ class SourceRunner:
             return replace(result, conversations=conversations_of(episode))
         return result
 
-    def _refuse_other_sampling(self, episode: Any) -> None:
-        """Raise EnvError where a seat that trains has drawn its tokens otherwise than the trainer computes: by a
-        `sampling` of its own, which `env_args` or the environment itself may state."""
+    def _refuse_other_sampling(self, episode: Any, greedy: bool) -> None:
+        """Raise EnvError where a seat that trains has drawn its tokens otherwise than the trainer computes, or not
+        greedily: by a `sampling` of its own, which `env_args` or the environment itself may state."""
+        asked, by = self._distribution, "the trainer computes"
+        if greedy:
+            asked, by = self._greedy_distribution, "a greedy rollout is drawn"
         for trace in episode.traces:
             own = of_distribution(trace.agent.config.sampling.model_dump())
-            if trace.agent.trainable and own != self._distribution:
+            if trace.agent.trainable and own != asked:
                 raise EnvError(
-                    f"agent {trace.agent.name!r} has a sampling of its own: its tokens are drawn with {own}, and the "
-                    f"trainer computes with {self._distribution}. State it as the environment's `sampling`, for all "
-                    "its agents that train, and leave it out of env_args"
+                    f"agent {trace.agent.name!r} has a sampling of its own: its tokens are drawn with {own}, and {by} "
+                    f"with {asked}. State it as the environment's `sampling`, for all its agents that train, and leave "
+                    "it out of env_args"
                 )
 
     def _is_plain(self) -> bool:

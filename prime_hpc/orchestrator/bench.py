@@ -25,12 +25,12 @@ NUM_MEASURED = 3
 def in_flight(exp: Experiment) -> int:
     """Rollouts in flight at most: no more than open groups of a run have."""
     config = exp.orchestrator
-    return min(config.most_in_flight, (exp.async_level + 1) * config.batch_size)
+    return min(config.most_in_flight, (exp.async_level + 1) * exp.episodes_per_step)
 
 
 def num_warm(exp: Experiment) -> int:
     """Batches of the rollouts that begin together: they end as no later ones do."""
-    return max(NUM_WARM, -(-in_flight(exp) // exp.orchestrator.batch_size))
+    return max(NUM_WARM, -(-in_flight(exp) // exp.episodes_per_step))
 
 
 def bench_experiment(exp: Experiment) -> Experiment:

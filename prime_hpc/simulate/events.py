@@ -210,9 +210,10 @@ class Simulation:
         """Set the run up; `costs` are of a calibration."""
         self.setting, self.costs, self.rng = setting, costs, random.Random(seed)
         self.warm = 3 + setting.async_level
-        per_step = setting.num_prompts * setting.group_size
+        num_rollouts = setting.group_size + setting.greedy
+        per_step = setting.num_prompts * num_rollouts
         self.num_steps = max(LEAST_STEPS, min(MOST_STEPS, most_rollouts // per_step - self.warm))
-        most = max(1, most_rollouts // ((self.warm + self.num_steps) * setting.group_size))
+        most = max(1, most_rollouts // ((self.warm + self.num_steps) * num_rollouts))
         self.num_prompts = min(setting.num_prompts, most)
         self.part = setting.num_prompts / self.num_prompts
         num_servers = max(1, round(setting.servers / self.part))
@@ -227,6 +228,7 @@ class Simulation:
             last_batch=NEVER,
             sizes=[setting.group_size],
             minima=[1],
+            greedy=[0] if setting.greedy else [],
             masks_stale=setting.masks_stale,
         )
         self.turn = self.running = self.num_stale = 0
@@ -301,7 +303,7 @@ class Simulation:
         group = self.book.open(prompt, self.served)
         group.lane = _Lane()
         usable = self.costs.dropped_share <= 0 or self.rng.random() >= self.costs.dropped_share
-        self.queue.extend(_Rollout(group, index, usable) for index in range(self.setting.group_size))
+        self.queue.extend(_Rollout(group, index, usable) for index in range(group.num_rollouts))
         return True
 
     def _start(self, rollout: _Rollout) -> None:

@@ -38,6 +38,8 @@ class Setting:
     """Passes over a batch."""
     updates: int = 1
     """Optimizer steps by a batch, in all passes."""
+    greedy: bool = False
+    """Each prompt has one more rollout, which does not train."""
 
     @property
     def inference(self) -> int:
@@ -77,6 +79,7 @@ def setting_of(experiment: Experiment) -> Setting:
         masks_stale=config.stale == "mask",
         epochs=experiment.trainer.epochs_per_batch,
         updates=experiment.trainer.num_mini_batches * experiment.trainer.epochs_per_batch,
+        greedy=config.has_greedy,
     )
 
 

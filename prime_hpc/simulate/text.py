@@ -99,8 +99,9 @@ def prediction_text(
     asked, costs = setting_of(experiment), calibration.costs
     lengths = sorted(tokens for tokens, _ in costs.rollouts)
     lines = [
-        f"simulated    {experiment.name}: {asked.num_prompts} prompts x {asked.group_size} rollouts a step, async "
-        f"level {asked.async_level}, {asked.max_concurrent} in flight at most, {asked.max_steps} steps",
+        f"simulated    {experiment.name}: {asked.num_prompts} prompts x {asked.group_size} rollouts "
+        f"{'and a greedy one ' if asked.greedy else ''}a step, async level {asked.async_level}, {asked.max_concurrent} "
+        f"in flight at most, {asked.max_steps} steps",
         "calibrated by",
         *(run_line(run) for run in calibration.runs),
         f"  episodes of {sum(lengths) / len(lengths):.4g} tokens (mean), {lengths[len(lengths) * 9 // 10]:.4g} at the "

@@ -90,6 +90,11 @@ def test_a_seat_that_draws_its_tokens_otherwise_than_the_trainer_computes_does_n
     (result,) = world.play(hot)
     assert not result.usable and "agent 'agent' has a sampling of its own" in result.reason
     assert "{'temperature': 0.3}" in result.reason and "{'temperature': 1.0}" in result.reason
+    same = EnvConfig(id="reverse-text", env_args={"agent": {"sampling": {"temperature": 1.0}}})
+    (result,) = world.play(same)
+    assert result.usable
+    (result,) = world.play(same, greedy=True)
+    assert not result.usable and "a greedy rollout is drawn with {'temperature': 0.0}" in result.reason
     (result,) = world.play(hot, keep_samples=False)
     assert result.state is EpisodeState.COMPLETED, "nobody trains on an evaluation"
     (result,) = world.play(hot, is_policy=False)

@@ -39,9 +39,9 @@ class World:
         async with EnvPool(settings, servers) as pool:
             yield pool
 
-    def play(self, env: EnvConfig, num: int = 1, **options: Any) -> list[EpisodeResult]:
+    def play(self, env: EnvConfig, num: int = 1, *, greedy: bool = False, **options: Any) -> list[EpisodeResult]:
         async def run() -> list[EpisodeResult]:
             async with self.pool(env, **options) as pool:
-                return await asyncio.gather(*(pool.run_episode(0, i) for i in range(num)))
+                return await asyncio.gather(*(pool.run_episode(0, i, greedy=greedy) for i in range(num)))
 
         return asyncio.run(run())

@@ -357,6 +357,9 @@ def test_a_rollout_over_its_deadline_counts_where_that_is_asked_for() -> None:
     tokens = Scorer(AdvantageConfig(type="dr_grpo"), max_tokens=9).score([both, late]).tokens
     assert tokens is not None and [row.max() for row in tokens[0]] == pytest.approx([0.75, 0.25])
     assert tokens[1] == []
+    # and so does a greedy one
+    tokens = Scorer(AdvantageConfig(type="remax"), max_tokens=9).score([both], greedy=late).tokens
+    assert tokens is not None and [row.max() for row in tokens[0]] == [1.5, 0.5]
 
 
 def test_soft_overlong_has_defaults_from_the_sampling_limit() -> None:

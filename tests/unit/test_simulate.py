@@ -67,6 +67,14 @@ def test_level_0_takes_turns() -> None:
     assert outcome.sampled_per_s == pytest.approx(1600 / outcome.step_s)
 
 
+def test_a_greedy_rollout_beside_each_is_sampled_and_does_not_train() -> None:
+    setting = replace(SETTING, group_size=1, max_concurrent=100)
+    plain, greedy = (simulate(replace(setting, greedy=has), COSTS, 0) for has in (False, True))
+    assert greedy.batch_tokens == plain.batch_tokens == pytest.approx(800)
+    assert greedy.step_s - plain.step_s == pytest.approx(100 * 4 * 0.001)  # twice as many share the engine
+    assert greedy.sampled_per_s * greedy.step_s == pytest.approx(800)
+
+
 @pytest.mark.parametrize("train_token_s", [0.0001, 0.0005, 0.002])
 def test_level_1_takes_the_longer_side(train_token_s: float) -> None:
     costs = replace(COSTS, train_token_s=train_token_s, handover_s=0, load_s=0, publish_s=0)

@@ -123,7 +123,7 @@ def test_what_the_teacher_is_shown_comes_first_and_is_not_scored() -> None:
 
 def test_a_rollout_is_scored_after_the_first_other_one_that_succeeded() -> None:
     """Rewards 1, 0, 1, of which the third's text leaves no room for a long rollout; another group has no success."""
-    leads = {"a": [7], "c": [8] * 90}
+    leads = {"": [], "a": [7], "c": [8] * 90}
 
     def group_of(*rows: tuple[str, float, int], number: int) -> Group:
         results = [replace(make_result([0] * n, reward=r), completion_text=text) for text, r, n in rows]
@@ -160,6 +160,8 @@ def test_a_rollout_is_scored_after_the_first_other_one_that_succeeded() -> None:
         assert found is not None and not found[0][0].any() and found[1][0][3:].min() > 90
 
     asyncio.run(run(Peers(leads.__getitem__, 1.0)))
+    with pytest.raises(KeyError):  # a chat template without system messages ends the run before anything is sampled
+        asyncio.run(run(Peers({}.__getitem__, 1.0)))
 
 
 @pytest.mark.parametrize(

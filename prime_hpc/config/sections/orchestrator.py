@@ -354,6 +354,15 @@ class OrchestratorConfig(Section):
         """Rollouts of one prompt of a training environment."""
         return self.env[source].rollouts_per_example or self.rollouts_per_example
 
+    def num_rollouts(self, source: int) -> int:
+        """Episodes of one of its prompts: the group, and the greedy one of an algorithm that asks for it."""
+        return self.group_size(source) + self.advantage_of(source).algorithm.greedy
+
+    @property
+    def has_greedy(self) -> bool:
+        """True if prompts of any training environment have a greedy rollout, too."""
+        return any(self.advantage_of(source).algorithm.greedy for source in range(len(self.env)))
+
     def advantage_of(self, source: int) -> AdvantageConfig:
         """How a training environment's rewards become advantages."""
         own = self.env[source].algorithm

@@ -113,7 +113,7 @@ def batch(subject: Subject) -> Iterator[Finding]:
 def concurrency(subject: Subject) -> Iterator[Finding]:
     """Too few episodes in flight starve the engines, too many only grow stale."""
     experiment, orchestrator = subject.experiment, subject.experiment.orchestrator
-    sizes = map(orchestrator.group_size, range(len(orchestrator.env)))
+    sizes = map(orchestrator.num_rollouts, range(len(orchestrator.env)))
     group = max(sizes, default=orchestrator.rollouts_per_example)
     adaptive, flight = orchestrator.adaptive_concurrency is not None, orchestrator.most_in_flight
     key = "orchestrator.adaptive_concurrency.most" if adaptive else "orchestrator.max_concurrent"
@@ -125,7 +125,7 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
             "different versions and the engines idle",
             f"at least {group}",
         )
-    usable = orchestrator.batch_size * (experiment.async_level + 1)
+    usable = experiment.episodes_per_step * (experiment.async_level + 1)
     is_chosen = flight != OrchestratorConfig.model_fields["max_concurrent"].default
     if flight > usable and is_chosen and not adaptive:  # of the default the gate holds the rest back
         yield Finding.warning(

@@ -107,6 +107,8 @@ def score_by_role(
     others = traces_of(group.greedy) if group.greedy is not None else []
     for role, traces in by_role.items():
         greedy = np.array([trace.reward for trace in others if trace.agent == role])
+        if group.greedy is not None and not others:  # a deadline cut it off: as of the rollouts, for each of the roles
+            greedy = group.greedy.rewards
         beside = RewardGroup(greedy, np.zeros(len(greedy), np.int64)) if len(greedy) else None
         rewards = np.array([t.reward for t in traces])
         lengths = np.array([t.num_tokens for t in traces], dtype=np.int64)

@@ -185,6 +185,8 @@ class Teacher:
                 continue  # it was ready a moment ago, and is brought back; the others' limit is its own
             limits += [served[self._name] or 0] if self._name in served else [n or 0 for n in served.values()]
         self._length_limit = min((n for n in limits if n), default=None)
+        if self._peers is not None:
+            self._peers.lead("")  # a chat template that refuses such a message does so now
         if self._prefix is None:
             return  # what is shown is not known yet, and nobody counts as failed for want of room
         counts = [min(_NUM_SHOWN, n or _NUM_SHOWN) for n in num_tasks]
