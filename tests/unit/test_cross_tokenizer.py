@@ -16,15 +16,18 @@ from prime_hpc.config.engine_groups import served_by
 from prime_hpc.config.sections.advantage import AdvantageConfig
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import Sample
+from prime_hpc.envs.workers.records import result_from_plain, result_to_plain
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.teacher import Teacher
 from prime_hpc.orchestrator.cross_tokenizer.reading import Reading, TeacherReader
 from prime_hpc.orchestrator.cross_tokenizer.segments import align
 from prime_hpc.orchestrator.cross_tokenizer.token_bytes import TokenBytes, UnreadableError, utf8_runs
 from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.rollouts.carried import CarriedGroup, decode_groups, encode_groups
 from prime_hpc.orchestrator.rollouts.episodes import to_episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
+from prime_hpc.starter.tokenizer import build_tokenizer
 from tests.support.episodes import make_result
 from tests.support.other_tokenizer import byte_level, sentencepiece
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -40,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     byte_level(found / "bytes")
     byte_level(found / "nfc", nfc=True)
     sentencepiece(found / "pieces")
+    build_tokenizer(512).save_pretrained(found / "starter")
     return found
 
 
@@ -159,6 +163,20 @@ def test_the_teacher_reads_its_own_prompt_and_the_very_bytes(
     assert np.isnan(gaps[~sample.loss_mask]).all() and gaps[-1] == found[-1] - sample.logprobs[-1]  # the ends
 
 
+def test_a_teacher_with_the_policys_tokenizer_and_template_is_asked_for_the_very_tokens(
+    folder: Path, policy: PromptRenderer
+) -> None:
+    reply = [*ids_of(policy, b"hello there"), policy.stop_token_ids[0]]
+    sample = sample_of(policy, [USER, say("hello there")], [reply])
+    reading = read(reader_of(folder, policy, "policy"), sample)
+    assert reading.sequences == [sample.token_ids.tolist()]
+    found = np.linspace(-9, -1, sample.num_tokens, dtype=np.float32)
+    scores, gaps = reading.scores_of(sample, [found])
+    trained = sample.loss_mask
+    np.testing.assert_allclose(scores[trained], found[trained], rtol=1e-6)
+    np.testing.assert_allclose(gaps[trained], (found - sample.logprobs)[trained], rtol=1e-6)
+
+
 def test_turns_that_go_on_from_each_other_are_asked_for_at_once(folder: Path, policy: PromptRenderer) -> None:
     end = policy.stop_token_ids[0]
     messages = [USER, say("hi"), {"role": "user", "content": "again"}, say("hello there")]
@@ -210,6 +228,30 @@ def test_what_cannot_be_read_as_it_was_said_is_refused(folder: Path, policy: Pro
     opened[:first] = policy.tokenizer.convert_tokens_to_ids("<think>")
     with pytest.raises(UnreadableError, match="the policy's prompt has opened a think section, the teacher's has not"):
         read(reader_of(folder, policy, "bytes"), replace(thinking, token_ids=opened))
+
+
+def test_calls_that_the_teacher_reads_as_the_environment_did_are_scored(folder: Path, policy: PromptRenderer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = b'<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    messages, end = [USER, say("") | {"tool_calls": [call]}], policy.stop_token_ids[0]
+    sample = sample_of(policy, messages, [[*ids_of(policy, said), end]], tools=TOOLS)
+    [turn] = read(reader_of(folder, policy, "starter"), sample).turns
+    assert turn.teacher_segments[0] == turn.segments[0] == 0 and turn.segments[1] == 1  # `<tool_call>`, a token of both
+    other = messages[1] | {"tool_calls": [call | {"function": {"name": "add", "arguments": '{"a": 2}'}}]}
+    with pytest.raises(UnreadableError, match="writes tool calls otherwise"):
+        read(
+            reader_of(folder, policy, "starter"),
+            replace(sample, conversation=sample.conversation | {"messages": [USER, other]}),
+        )
+
+
+def test_a_conversation_travels_with_its_sample(policy: PromptRenderer) -> None:
+    sample = sample_of(policy, [USER, say("hi")], [[*ids_of(policy, b"hi"), policy.stop_token_ids[0]]], tools=TOOLS)
+    taught = replace(sample, teacher_gaps=np.zeros(sample.num_tokens, np.float32))
+    [sent] = result_from_plain(result_to_plain(make_result(samples=[sample]))).samples
+    carried = CarriedGroup(Prompt(0, 0, 0, 7), [make_result(samples=[taught])])
+    [[kept]] = [result.samples for result in decode_groups(encode_groups([carried], {}))[0][0].results]
+    assert sent.conversation == kept.conversation == sample.conversation and kept.teacher_gaps is None
 
 
 class Server(InferenceClient):
