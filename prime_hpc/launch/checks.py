@@ -31,7 +31,7 @@ from prime_hpc.runtime.device import planned_device
 from prime_hpc.store.dataset.files import NothingThereError, find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.io import zstd
 from prime_hpc.store.model import files as stored
-from prime_hpc.store.model.config import find_config, is_local_path, read_config
+from prime_hpc.store.model.config import SAVE_TOKENIZER, find_config, has_tokenizer, is_local_path, read_config
 from prime_hpc.store.run_paths import list_steps, parse_step, step_name
 from prime_hpc.store.weights import holds_changes, went_over_network
 
@@ -227,7 +227,9 @@ def _teacher(experiment: Experiment) -> list[Problem]:
             if lacks := _folder(teacher.model, key) or _context(folder, longest, key):
                 return lacks
     if teacher.tokenizer == "own":
-        return []
+        if not is_local_path(teacher.model) or has_tokenizer(Path(teacher.model).expanduser()):
+            return []
+        return [Problem(f"{teacher.model} holds no tokenizer to read with (tokenizer = own): {SAVE_TOKENIZER}", key)]
     vocabularies: list[dict[str, int] | None] = []
     for name, its_key in ((experiment.model.name, "model.name"), (teacher.model, key)):
         try:

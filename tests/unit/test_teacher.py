@@ -160,8 +160,8 @@ def test_a_rollout_is_scored_after_the_first_other_one_that_succeeded() -> None:
         assert found is not None and not found[0][0].any() and found[1][0][3:].min() > 90
 
     asyncio.run(run(Peers(leads.__getitem__, 1.0)))
+    leads.clear()
     with pytest.raises(KeyError):  # a chat template without system messages ends the run before anything is sampled
-        leads.clear()
         asyncio.run(run(Peers(leads.__getitem__, 1.0)))
 
 
@@ -264,12 +264,16 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     same = write_tokenizer(tmp_path / "same", {"b": 1, "a": 0})
     other = write_tokenizer(tmp_path / "other", {"a": 0, "c": 1})
 
-    def problems(teacher: str) -> list[str]:
-        tree = {"model": {"name": own}, "orchestrator": {"advantage": OPD, "teacher": TEACHER | {"model": teacher}}}
+    def problems(teacher: str, **how: str) -> list[str]:
+        asked = {**TEACHER, "model": teacher, **how}
+        tree = {"model": {"name": own}, "orchestrator": {"advantage": OPD, "teacher": asked}}
         return [p.message for p in _teacher(Experiment.model_validate(tree))]
 
     assert problems(same) == [] and problems("owner/unknown-model") == []
     assert "2 tokens against 2, and 'b' is None there, 1 here" in problems(other)[0]
+    assert problems(other, tokenizer="own") == [] and problems("owner/unknown-model", tokenizer="own") == []
+    (tmp_path / "other" / "tokenizer.json").unlink()
+    assert "holds no tokenizer to read with" in problems(other, tokenizer="own")[0]
     assert "is not a directory" in problems(str(tmp_path / "absent"))[0]
 
 

@@ -1,1 +1,1 @@
-"""What was said in an episode, as plain JSON: rows of supervised data, prompts for a teacher with its own template."""
+"""Messages of episodes as plain JSON: rows of supervised data, prompts of a teacher with its own chat template."""

@@ -42,7 +42,7 @@ _NUM_SHOWN = 16
 
 @dataclass(frozen=True)
 class Score:
-    """What the teacher says of a sample."""
+    """The teacher's word on a sample."""
 
     logprobs: NDArray[np.float32]
     """float32[L]"""

@@ -12,6 +12,7 @@ A turn that a limit cut short might have gone on: of its last word, and of a cha
 teacher's tokens say nothing. They are left out (`teacher_gaps` is NaN).
 """
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,24 +90,22 @@ class TeacherReader:
 
     async def read(self, sample: Sample) -> Reading:
         """Return a sample in the teacher's tokens. Raises UnreadableError: it cannot be; says why."""
-        messages, starts = sample.conversation["messages"], sample.conversation["starts"]
-        tools = sample.conversation["tools"] or None
+        starts = sample.conversation["starts"]
         turns: list[tuple[list[int], Turn]] = []
         for index, (first, stop) in enumerate(zip(starts, [*starts[1:], sample.num_tokens], strict=True)):
             places = first + np.flatnonzero(sample.loss_mask[first:stop])
-            if len(places):
-                try:
-                    rendered = await self._teacher.render(messages[:index], tools)
-                except Exception as error:  # a chat template's own words, of any class
-                    raise UnreadableError(f"its chat template refuses the conversation: {error}") from error
-                prompt, reply = list(rendered.token_ids), messages[index]
-                turns.append(await self._teacher.exclusively(self._turn, sample, places, prompt, reply, tools))
-        return _joined(turns)
+            if len(places):  # one at a time: of hundreds, others' are read in between
+                turns.append(await self._teacher.exclusively(self._turn, sample, places, index))
+        return await asyncio.to_thread(_joined, turns)
 
-    def _turn(
-        self, sample: Sample, places: NDArray[np.intp], prompt: list[int], message: Any, tools: Any
-    ) -> tuple[list[int], Turn]:
-        """Return a turn's tokens with all before it, and what they are of the policy's."""
+    def _turn(self, sample: Sample, places: NDArray[np.intp], index: int) -> tuple[list[int], Turn]:
+        """Return a turn's tokens with all before it, and what they are of the policy's. `index`: of its message."""
+        messages, tools = sample.conversation["messages"], sample.conversation["tools"] or None
+        try:
+            prompt = self._teacher.renderer.render_ids(messages[:index], tools=tools, add_generation_prompt=True)
+        except Exception as error:  # a chat template's own words, of any class
+            raise UnreadableError(f"its chat template refuses the conversation: {error}") from error
+        message = messages[index]
         ids, before = sample.token_ids[places].tolist(), sample.token_ids[: places[0]].tolist()
         if places[-1] - places[0] + 1 != len(places):
             raise UnreadableError("a reply with tokens in it that were not sampled")
@@ -149,7 +148,7 @@ class TeacherReader:
         """Return the control token that the teacher's template writes behind a reply; of one that writes none, the end
         of the text."""
         reply = [{"role": "assistant", "content": _REPLY}]
-        ids = list(self._teacher.renderer.render([*PROBE[1:], *reply], add_generation_prompt=False).token_ids)
+        ids = self._teacher.renderer.render_ids([*PROBE[1:], *reply], add_generation_prompt=False)
         text = self._teacher.tokenizer
         for start in range(len(ids) - 1, -1, -1):
             if not self._teacher_bytes.is_control(ids[start]) and text.decode(ids[start:]).strip():
