@@ -241,7 +241,7 @@ def test_calls_that_the_teacher_reads_as_the_environment_did_are_scored(folder: 
     with pytest.raises(UnreadableError, match="writes tool calls otherwise"):
         read(
             reader_of(folder, policy, "starter"),
-            replace(sample, conversation=sample.conversation | {"messages": [USER, other]}),
+            replace(sample, conversation={**sample.conversation, "messages": [USER, other]}),
         )
 
 
