@@ -155,9 +155,9 @@ class PromptRenderer:
                     return True
         return False
 
-    async def exclusively(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call, on a thread, what encodes texts with this tokenizer."""
-        return await asyncio.to_thread(self._locked, functools.partial(call, *arguments))
+    def exclusively(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Call what uses this tokenizer, while nobody else does; for threads, since it may wait."""
+        return self._locked(functools.partial(call, *arguments))
 
     async def _run(self, num_chars: int, call: Callable[[], T]) -> T:
         """Call inline when short, else on a thread; one encode at a time either way."""

@@ -95,7 +95,7 @@ class TeacherReader:
         for index, (first, stop) in enumerate(zip(starts, [*starts[1:], sample.num_tokens], strict=True)):
             places = first + np.flatnonzero(sample.loss_mask[first:stop])
             if len(places):  # one at a time: of hundreds, others' are read in between
-                turns.append(await self._teacher.exclusively(self._turn, sample, places, index))
+                turns.append(await asyncio.to_thread(self._teacher.exclusively, self._turn, sample, places, index))
         return await asyncio.to_thread(_joined, turns)
 
     def _turn(self, sample: Sample, places: NDArray[np.intp], index: int) -> tuple[list[int], Turn]:
@@ -126,7 +126,7 @@ class TeacherReader:
 
     def _check_reasoning(self, before: list[int], prompt: list[int]) -> None:
         """Raise UnreadableError where one of the prompts has opened a think section, and the other one has not."""
-        ours = _is_thinking(self._policy.tokenizer, before, self._stops)
+        ours = self._policy.exclusively(_is_thinking, self._policy.tokenizer, before, self._stops)
         theirs = _is_thinking(self._teacher.tokenizer, prompt, {self._end})
         if ours != theirs:
             which = ("the policy's", "the teacher's") if ours else ("the teacher's", "the policy's")
