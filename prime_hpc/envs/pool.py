@@ -202,9 +202,8 @@ class EnvPool:
             raise IndexError(f"url_index is {url_index}; there are {len(self._settings.urls)} servers")
         assert self._closed is not None, "enter the pool first"
         if source_index in self._fleets:
-            return await self._fleets[source_index].run(
-                number, url_index, greedy=greedy
-            )  # the task is made there alone
+            # the task is made there alone
+            return await self._fleets[source_index].run(number, url_index, greedy=greedy)
         started = loop_time()
         timeout_s = source.config.timeout_s
         label = f"{source.name} task {task_index}"

@@ -67,14 +67,14 @@ class _Page:
         self.word = os.memfd_create(WORD)
         os.ftruncate(self.word, WORD_BYTES + CALL.size)
         self.call = mmap.mmap(self.word, WORD_BYTES + CALL.size)
-        map_s = next(n for n in _open_files() if n != self.word and _identity(n) == _identity(self.word))
+        mapped = next(n for n in _open_files() if n != self.word and _identity(n) == _identity(self.word))
         self.calls = 0
         self.answer = os.memfd_create(ANSWER)
         self.stacks = os.memfd_create(STACKS)
         fcntl.fcntl(self.stacks, fcntl.F_SETFL, fcntl.fcntl(self.stacks, fcntl.F_GETFL) | os.O_APPEND)
         self.asks, self.door = os.pipe()
         row["door"] = self.door
-        own = (self.word, map_s, self.answer, self.stacks, self.asks, self.door)
+        own = (self.word, mapped, self.answer, self.stacks, self.asks, self.door)
         self._files = {number: _identity(number) for number in own}
 
     def close_in_child(self) -> None:

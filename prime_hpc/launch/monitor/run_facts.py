@@ -182,10 +182,10 @@ def read_evidence(path: Path) -> Evidence:
     word = read_json(path / STATUS_JSON)
     if attempts and attempts[-1].get("job_id") is None:  # a job that has ended may come back: Slurm says
         attempts[-1] = with_last_word(attempts[-1], word)
-    heard = 0.0
+    heard = number((word or {}).get("time")) or 0.0
     if word is not None:
         with suppress(OSError):
-            heard = max(number(word.get("time")) or 0.0, (path / STATUS_JSON).stat().st_mtime)
+            heard = max(heard, (path / STATUS_JSON).stat().st_mtime)
     return Evidence(path, record, attempts, unreadable, word, heard)
 
 
