@@ -100,7 +100,8 @@ def test_greedy_rollouts_are_a_baseline_and_nothing_else_over_two_attempts(
         asked = [request["sampling_params"].get("temperature", 1.0) for request in server.requests]
         assert asked.count(0.0) >= len(greedy) and set(asked) == {0.0, 1.0}
         rows = [row for row in world.metrics() if "reward/mean" in row]
-        assert any("reward/greedy" in row and row["tokens/greedy"] > 0 for row in rows)
+        assert any("reward/greedy" in row for row in rows)
+        assert any(row.get("tokens/greedy", 0) > 0 for row in rows)  # a group carried over has its own in no row here
 
 
 def _first_advantages(rank: RankBatch) -> np.ndarray:
