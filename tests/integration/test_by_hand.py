@@ -107,6 +107,7 @@ def losses(paths: RunPaths) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(paths.metrics("trainer"))}
 
 
+@pytest.mark.exhaustive
 def test_supervised_on_two_machines_killed_and_started_again(folder: Path, machines: tuple[Machine, Machine]) -> None:
     """First as `sft` with torchrun's flags, then as torchrun itself: to the last bit one machine's run of two ranks."""
     words = ["@", str(folder / "sft.yaml"), "--name"]
@@ -189,6 +190,7 @@ def test_machines_that_were_told_differently_end_with_the_key(folder: Path, mach
     assert not (folder / "unlike" / "checkpoints").exists()
 
 
+@pytest.mark.exhaustive
 def test_two_programs_that_share_files_alone_and_are_started_again(folder: Path) -> None:
     """One makes batches with a server, the other trains on them and leaves versions: configs/OTHER_COMMANDS.md."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

@@ -107,6 +107,7 @@ def test_background_saves_hold_what_synchronous_ones_do(tmp_path: Path, model: P
     assert checkpoints(paths) == [7]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", sampled([4, 1], 2))
 def test_another_number_of_ranks_goes_on(tmp_path: Path, model: Path, uninterrupted: RunPaths, num_ranks: int) -> None:
     trainer = TRAINER | {"num_ranks": num_ranks}

@@ -20,6 +20,7 @@ from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.workers.host_link import key_of_hosts
 from tests.support.env_world import World
+from tests.support.sampled import sampled
 from tests.support.scripted_server import Reply
 
 pytestmark = pytest.mark.slow
@@ -143,7 +144,7 @@ def test_workers_play_the_same_and_keep_trouble_to_themselves(world: World) -> N
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", sampled([True, False], 2))
 def test_torch_is_imported_where_the_tokenizer_takes_it_alone_and_once_for_all_workers(
     world: World, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,6 +364,7 @@ def test_an_environment_that_never_returns_times_out_alone(world: World, kind: s
     assert later.usable and later.reward == 1.0
 
 
+@pytest.mark.exhaustive
 def test_a_timeout_says_that_the_environments_thread_was_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "BEHIND_S", 0.0)
     (result,) = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "blocks_in_python"}, timeout_s=1.5))
@@ -391,6 +392,7 @@ def test_a_timeout_says_whether_the_api_never_answered_or_the_reward_was_not_com
     assert (slow.error_type, slow.reason) == ("Timeout", "no end after 1.5 s")
 
 
+@pytest.mark.exhaustive
 def test_an_api_that_asks_for_a_longer_pause_than_the_deadline_bears_is_told(world: World) -> None:
     """It looked as if nobody had waited."""
     said = {}

@@ -114,6 +114,7 @@ def test_images_of_later_user_turns_extend_the_tokens_so_far(world: World) -> No
     assert "[user] Page 2 [image 32x48 png, 0.1 kB] ?" in result.completion_text
 
 
+@pytest.mark.exhaustive
 def test_a_tools_image_is_named_to_a_policy_that_sees_none(world: World) -> None:
     world.script = lambda prompt, number: "a cat" if "picture (image/png)" in prompt else LOOK
     (result,) = world.play(EnvConfig(id=CAMERA, max_turns=2), renderer="qwen3-vl")
@@ -287,6 +288,7 @@ def test_the_context_is_counted_in_the_engines_tokens(world: World, tmp_path: Pa
     assert play().error_type == "RequestRefusedError"
 
 
+@pytest.mark.exhaustive
 def test_images_and_their_places_must_agree(world: World, tmp_path: Path) -> None:
     world.script = lambda prompt, number: "a cat"
     (result,) = world.play(asking(tmp_path, encode_image(a_png()), "what is <|image_pad|>?"), vision=True)

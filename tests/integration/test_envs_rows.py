@@ -112,6 +112,7 @@ def test_parts_of_text_are_one_text_to_a_chat_template(world: World, tmp_path: P
     assert world.tokenizer.decode(world.server.requests[-1]["token_ids"]) == "<|im_start|>1 + 1?<|im_end|>"
 
 
+@pytest.mark.exhaustive
 def test_a_modeled_user_asks_for_what_rows_say(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')

@@ -32,6 +32,7 @@ def small_processes() -> Iterator[None]:
             server.communicate(timeout=60)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)  # 100 s of a core, among others on a slow machine
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_an_orchestrator(
@@ -76,6 +77,7 @@ def test_a_supervisor(tmp_path: Path) -> None:
     assert alone("a_supervisor", tmp_path / "run") == []
 
 
+@pytest.mark.exhaustive
 def test_environments(tokenizer_dir: Path) -> None:
     """The code that plays episodes, in the orchestrator's process or a worker's; a step is sixteen of them."""
     assert alone("environments", tokenizer_dir) == []

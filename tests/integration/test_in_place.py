@@ -113,6 +113,7 @@ def test_after_a_crash_the_trainer_starts_again_and_the_server_serves_on(
     assert job.said().count("started inference[0]") == 1 and not server.is_running()
 
 
+@pytest.mark.exhaustive
 def test_the_second_time_in_a_row_the_job_goes_back_to_the_queue(start: Callable[..., Job], tmp_path: Path) -> None:
     crash = [f"await:{tmp_path}/go", f"once:{tmp_path}/crashed:exit:3", f"await:{tmp_path}/again", "exit:3"]
     job = start(["beat:0.5", "ready", *crash])
@@ -142,6 +143,7 @@ def test_a_spare_node_takes_the_place_of_the_trainers_lost_one(start: Callable[.
     assert second["nodes"] == {"inference[0]": ["n2"], "trainer": ["n3"]}
 
 
+@pytest.mark.exhaustive
 def test_a_spare_node_takes_the_place_of_the_only_servers_lost_one(start: Callable[..., Job], tmp_path: Path) -> None:
     over = tmp_path / "over"
     job = start(["beat:0.5", "ready", f"await:{over}", "done"])
@@ -156,6 +158,7 @@ def test_a_spare_node_takes_the_place_of_the_only_servers_lost_one(start: Callab
     assert job.said().count("started trainer") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_that_is_well_saves_before_the_loss_of_another_node_ends_the_attempt(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -201,6 +204,7 @@ def test_an_orchestrator_that_holds_goes_on_beside_the_servers(start: Callable[.
     assert (job.dir / "logs" / "attempt_2" / "orchestrator" / "orchestrator.log").exists()
 
 
+@pytest.mark.exhaustive
 def test_one_that_lacks_a_batch_of_the_steps_to_take_again_starts_again(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -233,6 +237,7 @@ def test_one_that_crashes_itself_after_it_has_gone_on_starts_again(start: Callab
     assert "orchestrator was killed by signal 9" in second["cause"] and not job.server()
 
 
+@pytest.mark.exhaustive
 def test_it_can_be_switched_off(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start(["beat:0.5", "ready", f"await:{tmp_path}/go", "exit:3"], in_place=False)
     job.let_go()

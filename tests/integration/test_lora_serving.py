@@ -119,6 +119,7 @@ def test_the_trainer_says_the_same(world: World) -> None:
     np.testing.assert_allclose(generation.logprobs, logprobs.numpy(), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.exhaustive
 def test_requests_in_flight_end_with_their_version(world: World) -> None:
     async def work(client: InferenceClient) -> tuple[list[Generation], list[bool], Generation]:
         await client.update_weights(world.versions[1], 1)

@@ -363,6 +363,7 @@ def test_weights_that_never_come_end_the_run_with_the_reason(
         assert "weights version 2" in world.status()["error"]
 
 
+@pytest.mark.exhaustive
 def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
     tmp_path: Path, tokenizer_dir: Path, server: AdminServer
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_run_survives_a_lost_pod_and_an_eviction_and_gives_all_pods_back(kubel
     assert not list((run_dir / "secrets").glob("step-*")), "what the pods were told is removed"
 
 
+@pytest.mark.exhaustive
 def test_rows_that_are_chosen_anew_start_no_engine(tmp_path: Path) -> None:
     """All is played: the run that is sent again with another filter has nothing to ask a server."""
     tree = starter_tree(tmp_path)

@@ -125,6 +125,7 @@ def test_two_ranks_train_the_same(folder: Path, whole: RunPaths) -> None:
     assert theirs[STEPS]["eval/loss"] == pytest.approx(mine[STEPS]["eval/loss"], rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_split_the_row_train_the_same(folder: Path, whole: RunPaths) -> None:
     mine, theirs = rows_of(whole), rows_of(run(folder, "cp", 2, trainer={"num_ranks": 2, "parallel": {"cp": 2}}))
     for step in range(1, STEPS + 1):

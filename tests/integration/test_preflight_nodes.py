@@ -290,6 +290,7 @@ def trainer_plan(folder: Path, timeout_s: float) -> PreflightPlan:
     return replace(plan, trainer_hosts=["a", "b", "c"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_allreduce_is_measured_on_every_trainer_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.run_dirs import read_json
 from tests.support.fake_slurm import FakeSlurm
@@ -33,6 +35,7 @@ def _thaw(root: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.exhaustive
 def test_its_script_runs_the_job_to_its_end(tmp_path: Path) -> None:
     run_dir = _thaw(tmp_path)
     make_tiny_model(tmp_path / "model")

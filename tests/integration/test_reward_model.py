@@ -15,6 +15,7 @@ from prime_hpc.store.run_paths import RunPaths
 from tests.integration.test_preference import HALF, STEPS, folder, go_on, rows_of, run
 from tests.integration.test_trainer import weights
 from tests.support.runs import background, free_port, wait_until
+from tests.support.sampled import sampled
 
 __all__ = ["folder"]
 
@@ -54,6 +55,7 @@ def test_held_out_scores_are_those_of_transformers(folder: Path, whole: RunPaths
     assert held_out_scores(folder, whole.weights_step(STEPS)) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_on_two_ranks_is_published_whole_and_resumes_to_the_last_bit(folder: Path) -> None:
     def made(name: str, **changes: Any) -> RunPaths:
         model = {"lora": {"rank": 4}}
@@ -85,7 +87,7 @@ def assert_same(mine: dict[int, dict[str, float]], theirs: dict[int, dict[str, f
     assert theirs[STEPS]["eval/loss"] == pytest.approx(mine[STEPS]["eval/loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"cp": 2}])
+@pytest.mark.parametrize("parallel", sampled([{"cp": 2}, {}], 2))
 def test_two_ranks_train_the_same(folder: Path, whole: RunPaths, parallel: dict[str, int]) -> None:
     trainer = {"num_ranks": 2, "parallel": parallel}
     name = f"reward-two{len(parallel)}"

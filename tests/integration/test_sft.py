@@ -95,6 +95,7 @@ def test_resumed_equals_uninterrupted_to_the_last_bit(folder: Path, whole: RunPa
     assert rows_of(resumed)[STEPS]["data/rows"] == rows_of(whole)[STEPS]["data/rows"]
 
 
+@pytest.mark.exhaustive
 def test_resumed_on_two_ranks_trains_the_same_samples(folder: Path, whole: RunPaths, half: RunPaths) -> None:
     two = run(folder, "two", 2, held_out=True, ckpt={"resume_step": str(half.root)})
     mine, theirs = rows_of(whole), rows_of(two)
@@ -144,6 +145,7 @@ def test_a_bench_counts_no_epochs(folder: Path) -> None:
     assert list(cache.glob("*.npy")) and not list(cache.glob("lengths-*"))
 
 
+@pytest.mark.exhaustive
 def test_a_mixture_is_the_same_on_two_ranks_and_after_a_resume(folder: Path) -> None:
     """Of 42 and 15 rows with 0.6 and 0.4: until all are used up an epoch has 42 and 28."""
     data = {"path": [str(folder / "data.jsonl"), str(folder / "held.jsonl")], "probabilities": [0.6, 0.4]}
@@ -186,6 +188,7 @@ def test_a_checkpoint_beyond_the_last_step_is_not_published_as_it(folder: Path, 
     assert not list_versions(paths)
 
 
+@pytest.mark.exhaustive
 def test_held_out_evaluations_leave_a_model_with_dropout_as_it_was(folder: Path, tmp_path: Path) -> None:
     """One run evaluates before its first step, the other begins after its second and does not: same bits."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

@@ -72,6 +72,7 @@ def test_losses_are_those_of_our_own_trainer(tmp_path: Path, model: Path, world:
         np.testing.assert_allclose(theirs[loss], curve, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_train_as_one_does(tmp_path: Path, model: Path, world: TinkerWorld) -> None:
     """Data for both ranks, and a single datum, of which one rank has nothing; passes that add up, a save of two ranks
     that one loads, and an error after which both still agree."""

@@ -67,6 +67,7 @@ def compare_rows(one: RunPaths, two: RunPaths, num_steps: int) -> list[dict]:
     return rows[0]
 
 
+@pytest.mark.exhaustive
 def test_gspo_with_a_reference_and_muon_on_two_ranks_equal_one_and_resume(tmp_path: Path, model: Path) -> None:
     """In four updates a batch, of mini-batches of which a rank may have nothing."""
     config, saved = trainer(GSPO, "muon", **UPDATES), {"interval": 2}

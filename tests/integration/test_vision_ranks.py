@@ -66,7 +66,7 @@ def work(rank: int, world_size: int, store: str, model: Path, vision: str, expec
 @pytest.mark.parametrize(
     ("family", "vision"),
     [
-        ("qwen3_vl", "frozen"),
+        pytest.param("qwen3_vl", "frozen", marks=pytest.mark.exhaustive),
         ("qwen3_vl", "trained"),
         pytest.param("qwen2_5_vl", "trained", marks=pytest.mark.exhaustive),
     ],

@@ -56,6 +56,7 @@ def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_tool_prints_one_line_a_subject() -> None:
     result = run_tool("algorithms", "--trials", "2", "--json")
     assert result.returncode == 0, result.stderr

@@ -31,6 +31,7 @@ def work_with_one_slot(*args: Any) -> None:
     prove_multi_run.work(*args)
 
 
+@pytest.mark.exhaustive
 def test_the_proof_sees_runs_that_share_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     spawn = prove_multi_run.spawn
     monkeypatch.setattr(prove_multi_run, "spawn", lambda _, *rest: spawn(work_with_one_slot, *rest))

@@ -20,7 +20,7 @@ def test_every_objective_is_proved() -> None:
 
 @pytest.mark.parametrize("claim", PROPERTIES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(lengths=LENGTHS, seed=st.integers(0, 2**20))
 def test_claim_holds(case: Case, claim: str, lengths: list[int], seed: int) -> None:
     check, bound = PROPERTIES[claim]

@@ -22,6 +22,7 @@ def devcluster(*argv: str | Path, timeout: float = 240) -> "subprocess.Completed
 # ---- jobs
 
 
+@pytest.mark.exhaustive
 def test_x_is_a_command_on_the_head_node(cluster: Cluster) -> None:
     folder = cluster.shared / "with space é"
     folder.mkdir()

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.sampled import sampled
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 CLI = [sys.executable, "-m", "prime_hpc.cli"]
 DRIVER = [sys.executable, str(Path(__file__).with_name("queue_driver.py"))]
@@ -138,13 +140,16 @@ def test_a_het_job_and_its_successor_are_cancelled_whole(cluster: Any, config: P
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [
-        (["--slurm.partition", "nope"], "slurm.partition: Slurm refused the job.*there are all, cpu, gpu"),
-        (["--slurm.gres", "gpu:99"], "slurm: Slurm refused the job: Requested node configuration is not available"),
-        (["--slurm.reservation", "nope"], "slurm.reservation: Slurm refused"),
-        (["--slurm.constraint", "nope"], "slurm.constraint: Slurm refused"),
-        (["--slurm.extra", '{"begin": "now+1hour", "no-such-option": "1"}'], "slurm.extra: Slurm refused"),
-    ],
+    sampled(
+        [
+            (["--slurm.partition", "nope"], "slurm.partition: Slurm refused the job.*there are all, cpu, gpu"),
+            (["--slurm.gres", "gpu:99"], "slurm: Slurm refused the job: Requested node configuration is not available"),
+            (["--slurm.reservation", "nope"], "slurm.reservation: Slurm refused"),
+            (["--slurm.constraint", "nope"], "slurm.constraint: Slurm refused"),
+            (["--slurm.extra", '{"begin": "now+1hour", "no-such-option": "1"}'], "slurm.extra: Slurm refused"),
+        ],
+        4,
+    ),
 )
 def test_refusals(cluster: Any, config: Path, flags: list[str], words: str) -> None:
     done = prime(cluster, "submit", str(config), *flags, code=3)

@@ -18,7 +18,9 @@ from tests.support.small_jobs import CLI, attempts, make_folder, sft, wait_for_s
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module", params=["trixie", pytest.param("sid", marks=pytest.mark.exhaustive)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(suite, marks=pytest.mark.exhaustive) for suite in ("trixie", "sid")]
+)
 def other(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A small cluster of that suite: GPU nodes n1 and n2, n3 without."""
     cluster = start_or_skip("--suite", request.param, "--gpu-nodes", "2", num_nodes=3)

@@ -238,6 +238,7 @@ def test_het_points_in_two_lanes(cluster: Cluster, folder: Path) -> None:
     assert [row["value"] for row in sweep(cluster, "results", path)["results"]] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.exhaustive
 def test_more_points_than_a_limit_of_three(cluster: Cluster, folder: Path) -> None:
     """Jobs that sleep, in the place of whole runs; a job of the user's own counts too."""
     (folder / "narrow.yaml").write_text("name: narrow\nscratch: /\nsacct: false\nmax_submit_jobs: 3\n")

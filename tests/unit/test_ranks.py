@@ -103,6 +103,7 @@ def test_led_ranks_are_ended_by_what_they_heed_when_one_fails(tmp_path: Path) ->
     assert (tmp_path / "SIGINT").exists() and not (tmp_path / "SIGTERM").exists()
 
 
+@pytest.mark.exhaustive
 def test_ranks_meet_over_a_file_and_listen_to_nobody(tmp_path: Path) -> None:
     (tmp_path / "some_rank.py").write_text(RANK)
     command = [sys.executable, "-P", "-m", "prime_hpc.trainer.torchrun", "--nproc-per-node", "2", "--max-restarts", "0"]

@@ -112,6 +112,7 @@ for (const [where, names] of [
 """As Chrome 68 (2018), by the functions that it lacks; what it cannot parse is not tried here."""
 
 
+@pytest.mark.exhaustive
 def test_every_view_opens_in_an_older_browser(browser: Any, page_of_one: Path) -> None:
     page = Page(browser, page_of_one, before=OLD)
     assert page.tab.evaluate("[].at === undefined && document.body.replaceChildren === undefined")
@@ -129,6 +130,7 @@ def test_every_view_opens_in_an_older_browser(browser: Any, page_of_one: Path) -
     page.tab.close()
 
 
+@pytest.mark.exhaustive
 def test_without_curves_all_else_is_drawn(browser: Any, page_of_one: Path, tmp_path: Path) -> None:
     """A browser that cannot parse uPlot says so, and shows the other views."""
     text = page_of_one.read_text()
@@ -182,6 +184,7 @@ def test_rollouts_are_read_token_by_token(browser: Any, page_of_one: Path) -> No
     page.tab.close()
 
 
+@pytest.mark.exhaustive
 def test_the_timeline_zooms_to_a_step_and_says_what_it_is(browser: Any, page_of_one: Path) -> None:
     page = Page(browser, page_of_one)
     page.open("Timeline")
@@ -204,6 +207,7 @@ def test_the_timeline_zooms_to_a_step_and_says_what_it_is(browser: Any, page_of_
     page.tab.close()
 
 
+@pytest.mark.exhaustive
 def test_several_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
     for index, lr in enumerate((1e-6, 3e-6, 1e-5)):
         config = config_of(f"p{index}", trainer__optim__lr=lr, seed=index % 2)
@@ -237,6 +241,7 @@ def test_several_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
     page.tab.close()
 
 
+@pytest.mark.exhaustive
 def test_runs_of_one_trainer(browser: Any, tmp_path: Path) -> None:
     """The parent, which has no reward of its own, and the three runs below it, each with every view."""
     parent = make_runs_of_one_trainer(tmp_path / "many", {"fast": 1e-2, "middle": 3e-3, "slow": 1e-3}, steps=12)
@@ -267,6 +272,7 @@ def test_runs_of_one_trainer(browser: Any, tmp_path: Path) -> None:
     page.tab.close()
 
 
+@pytest.mark.exhaustive
 def test_an_empty_run_opens_too(browser: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [])
     assert main(["report", str(run)]) == 0

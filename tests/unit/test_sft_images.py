@@ -306,6 +306,7 @@ def test_a_stream_goes_on_in_the_middle_with_the_same_images(tmp_path: Path, mod
     assert whole[0].position != Position()
 
 
+@pytest.mark.exhaustive
 def test_processes_that_read_ahead_give_the_same_samples(tmp_path: Path, model: Path) -> None:
     recipe = recipe_for(mixed_rows()[:6], tmp_path, model)
     processes = RowProcesses(recipe, 1)

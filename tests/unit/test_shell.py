@@ -203,6 +203,7 @@ def test_nothing_runs(
     refusal(capsys, tmp_path / "none", code=2, said="no run")
 
 
+@pytest.mark.exhaustive
 def test_in_a_container_of_the_users_own(run_dir: Path) -> None:
     """A mount and a user namespace, as apptainer and enroot make them."""
     box = ["unshare", "--user", "--map-root-user", "--mount", "--fork", "--kill-child"]

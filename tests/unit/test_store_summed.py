@@ -12,7 +12,6 @@ import torch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import direct_writer, files
 from prime_hpc.store.io.direct_writer import BUFFER_BYTES, open_summed
-from tests.support.sampled import sampled
 
 SMALL = (0, 1, 4095, 4096, BUFFER_BYTES + 5)
 LARGE = (3 * BUFFER_BYTES, BUFFER_BYTES - 1, BUFFER_BYTES)
@@ -22,7 +21,7 @@ LARGE = (3 * BUFFER_BYTES, BUFFER_BYTES - 1, BUFFER_BYTES)
     ("place", "size"),
     [("disk", n) for n in SMALL]
     + [("memory", n) for n in SMALL[:-1]]
-    + sampled([(place, n) for n in LARGE for place in ("disk", "memory")], 6),
+    + [pytest.param(place, n, marks=pytest.mark.exhaustive) for n in LARGE for place in ("disk", "memory")],
 )
 def test_bytes_and_sum(tmp_path: Path, place: str, size: int) -> None:
     folder = tmp_path if place == "disk" or not Path("/dev/shm").is_dir() else Path("/dev/shm")  # no O_DIRECT there

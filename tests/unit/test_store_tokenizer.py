@@ -162,6 +162,7 @@ def test_what_cannot_be_loaded_is_said_by_autotokenizer(tmp_path: Path, cache: d
         _load(model, cache)
 
 
+@pytest.mark.exhaustive
 def test_a_renderer_needs_no_torch(tmp_path: Path) -> None:
     """Of a tokenizer that was loaded before: half of an orchestrator's start."""
     model = _model(tmp_path / "model")

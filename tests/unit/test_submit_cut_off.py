@@ -144,6 +144,7 @@ def submit_and_die_at(config: Path, fake: FakeSlurm, point: int) -> bool:
     return done.returncode != 0
 
 
+@pytest.mark.exhaustive
 def test_killed_at_every_write_of_submit(fake: FakeSlurm, config: Path) -> None:
     import shutil
 

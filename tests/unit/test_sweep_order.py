@@ -42,6 +42,7 @@ def make_het(folder: Path, more: str = "") -> None:
     (folder / "exp.yaml").write_text(text + RL)
 
 
+@pytest.mark.exhaustive
 def test_the_throttle_holds_over_submits(slurm: FakeSlurm, folder: Path) -> None:
     submit(write_sweep(folder, "seeds: 2\nthrottle: 1\n"))
     first = slurm.jobs()[0]["id"]

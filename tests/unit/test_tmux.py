@@ -104,6 +104,7 @@ def test_panes_wait_for_the_run_and_follow_it(tmux: Tmux) -> None:
         process.wait()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_experiments_side_by_side_and_only_ours_are_killed(tmux: Tmux) -> None:
     for name in ("exp.1", "exp_1"):  # tmux would call both of them the same
