@@ -115,12 +115,13 @@ TRAINER: dict[str, Family] = {
         of={"clipped_high": "high", "clipped_low": "low"},
     ),
     "trainer_left_out_ratio": gauge(
-        "Share of tokens that the importance correction bounds or leaves out, off-policy masking, low entropy, and "
-        "high covariance (KL-Cov: bounds).",
+        "Share of tokens that the importance correction bounds or leaves out, off-policy masking, the second moment, "
+        "low entropy, and high covariance (KL-Cov: bounds).",
         "by",
         of={
             "corrected": "correction",
             "off_policy_masked": "off_policy_mask",
+            "second_moment_masked": "second_moment",
             "low_entropy_masked": "low_entropy",
             "high_covariance": "high_covariance",
         },

@@ -40,6 +40,7 @@ from prime_hpc.trainer.objectives.correction import mean_factor
 from prime_hpc.trainer.objectives.covariance import high_covariance
 from prime_hpc.trainer.objectives.entropy import EntropyBonus
 from prime_hpc.trainer.objectives.mismatch import MismatchAlarm
+from prime_hpc.trainer.objectives.second_moment import beyond_second_moment
 from prime_hpc.trainer.objectives.top_share import top_share_threshold
 from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
@@ -314,17 +315,20 @@ class TrainStep:
         marks: dict[str, Sequence[torch.Tensor]] = {}
         correction, several = self._config.loss.correction, self._num_mini_batches * self._num_epochs > 1
         decoupled = correction is not None and (several or correction.batch_normalize)
-        if self._top_entropy is not None or decoupled:
+        limit, leads = self._config.loss.second_moment, self._parallel.leads
+        if self._top_entropy is not None or decoupled or limit is not None:
             old, high = self._look(batch, self._top_entropy)
             marks |= ({"old_logprobs": old} if decoupled else {}) | ({"high_entropy": high} if high else {})
         if correction is not None and correction.batch_normalize:
             with MicroBatches(partial(self.micro_batch, batch), batch.num_micro_batches, self._device) as micros:
-                mean = mean_factor(correction, micros, old, counts=self._parallel.leads)
+                mean = mean_factor(correction, micros, old, counts=leads)
             marks["correction_mean"] = [mean.expand(len(own)) for own in old]
+        if limit is not None:
+            with MicroBatches(partial(self.micro_batch, batch), batch.num_micro_batches, self._device) as micros:
+                marks["far"] = beyond_second_moment(limit, micros, old, counts=leads)
         if self._reference is not None and self._num_epochs > 1 and not self._kl_in_rewards:
             marks["reference_logprobs"] = self._references(batch)
         if (covariance := self._config.loss.covariance) is not None:
-            leads = self._parallel.leads
             marks["high_covariance"] = high_covariance(covariance, batch, step, self._device, counts=leads)
         return marks
 

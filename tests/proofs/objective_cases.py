@@ -12,6 +12,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch, select_micro_batches
 from prime_hpc.trainer.batching.micro_batches import batch_facts, make_micro_batch, objective_part
 from prime_hpc.trainer.objectives import echo_loss, normalization, rl_loss, sft_loss, target_weights
 from prime_hpc.trainer.objectives.covariance import high_covariance
+from prime_hpc.trainer.objectives.second_moment import beyond_second_moment
 from tests.proofs.reference import Sequence, Setting, kink_distance
 
 CONSTANT = 37
@@ -86,6 +87,15 @@ def cases() -> list[Case]:
             normalize="sequence",
         ),
         _case("ppo_clip + off-policy mask", s("ppo_clip", off_policy=0.1), type="ppo_clip", off_policy_mask=0.1),
+        _case(
+            "m2po",
+            s("ppo_clip", low=1.0, high=1000.0, second_moment=0.04),
+            type="ppo_clip",
+            clip_low=1,
+            clip_high=1000,
+            second_moment=0.04,
+            token_advantages=True,
+        ),
         _case(
             "reinforce + off-policy mask + truncate",
             s("reinforce", off_policy=0.1, correction=("truncate", "token", 0.7, 1.4)),
@@ -230,6 +240,18 @@ def _high_covariance(config: CovarianceConfig, ranks: list[RankBatch]) -> Sequen
         dist.destroy_process_group()
 
 
+def _far(config: LossConfig, ranks: list[RankBatch], policy: torch.Tensor) -> SequenceOf[torch.Tensor]:
+    """Which targets of each micro-batch of all ranks the second moment leaves out."""
+    assert config.second_moment is not None
+    micros = [make_micro_batch(rank, i) for rank in ranks for i in range(rank.num_micro_batches)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        old = [policy.detach()[micro.targets] for micro in micros]
+        return beyond_second_moment(config.second_moment, micros, old, counts=True)
+    finally:
+        dist.destroy_process_group()
+
+
 def ours(
     case: Case, ranks: list[RankBatch], batch: list[Sequence], theta: np.ndarray, dtype: torch.dtype = torch.float64
 ) -> tuple[float, np.ndarray, dict[str, float]]:
@@ -247,6 +269,7 @@ def ours(
     if counts_all and totals is not None:
         num_targets, num_sequences = totals.tolist()
     marks = iter(() if case.config.covariance is None else _high_covariance(case.config.covariance, ranks))
+    far = iter(() if case.config.second_moment is None else _far(case.config, ranks, policy))
     total = torch.zeros((), dtype=dtype)
     sums: dict[str, float] = {}
     for rank in ranks:
@@ -254,7 +277,7 @@ def ours(
             micro = make_micro_batch(rank, i)
             micro.behaviour_logprobs, micro.advantages = micro.behaviour_logprobs.to(dtype), micro.advantages.to(dtype)
             micro.reference_logprobs = reference[micro.targets]
-            micro.high_covariance = next(marks, None)
+            micro.high_covariance, micro.far = next(marks, None), next(far, None)
             logprobs = policy[micro.targets]
             if micro.trained is not None:
                 assert micro.ce_weights is not None

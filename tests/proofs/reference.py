@@ -66,6 +66,8 @@ class Setting:
     """The KL term is weighed by pi / mu."""
     covariance: tuple[str, float, float, float, float] | None = None
     """(clip | kl, share, low, high, beta); a clip's share is 1, so that nothing is drawn."""
+    second_moment: float | None = None
+    """M2PO's tau."""
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -185,6 +187,23 @@ def of_high_covariance(s: Setting, batch: list[Sequence]) -> set[int]:
     return {place for place, x in found.items() if x > 1e-9 and x >= ranked[-1] - 1e-9}  # equal ones together
 
 
+def second_moments(batch: list[Sequence], frozen: Vector) -> dict[int, float]:
+    """(log pi - log mu)^2 of every target by its place, the farthest first."""
+    found = {int(s.index[t]): float(frozen[s.index[t]] - s.mu[t]) ** 2 for s in batch for t in s.targets()}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def of_far(s: Setting, batch: list[Sequence], frozen: Vector) -> set[int]:
+    """Places of the targets that M2PO takes out one by one until the mean of the others is within tau."""
+    left = {} if s.second_moment is None else second_moments(batch, frozen)
+    out: set[int] = set()
+    while left and s.second_moment is not None and sum(left.values()) / len(left) > s.second_moment:
+        place = next(iter(left))
+        out.add(place)
+        del left[place]
+    return out
+
+
 def drift(seq: Sequence, frozen: Vector) -> float:
     """Mean of log(mu / pi) over the sequence's targets."""
     logs = [seq.mu[u] - frozen[seq.index[u]] for u in seq.targets()]
@@ -209,13 +228,15 @@ def token_losses(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vecto
     for key, seq in zip(keys, batch, strict=True):
         lengths[key] = lengths.get(key, 0) + len(seq.targets())
     num_targets, num_sequences = sum(lengths.values()), sum(1 for n in lengths.values() if n)
-    chosen = of_high_covariance(s, batch)
+    chosen, far = of_high_covariance(s, batch), of_far(s, batch, frozen)
     for key, seq in zip(keys, batch, strict=True):
         count = lengths[key]
         gains = token_gains(s, seq, theta, frozen)
         for t in seq.targets():
             value = -correction_weight(s, seq, frozen, t) * gains[t]
             if s.off_policy is not None and seq.advantages[t] < 0 and drift(seq, frozen) > s.off_policy:
+                value = 0.0
+            if int(seq.index[t]) in far:
                 value = 0.0
             if s.covariance is not None and int(place := seq.index[t]) in chosen:
                 penalty = s.covariance[4] * abs(theta[place] - seq.mu[t])
@@ -265,6 +286,9 @@ def central_differences(function: Callable[[Vector], float], at: Vector, h: floa
 def kink_distance(s: Setting, batch: list[Sequence], theta: Vector) -> float:
     """How far, in log-probability, the nearest target is from a place where its loss has a kink or a jump."""
     nearest = inf
+    if s.second_moment is not None and (moments := [*second_moments(batch, theta).values()]):
+        means = [sum(moments[i:]) / len(moments[i:]) for i in range(len(moments))]
+        nearest = min(abs(mean - s.second_moment) for mean in means)
     for seq in batch:
         targets = seq.targets()
         if not targets:

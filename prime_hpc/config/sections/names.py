@@ -29,7 +29,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "kl_cov": "it is aipo, or any other objective, with trainer.loss.covariance of type = kl",
         "dro": "it is reinforce with trainer.loss.kl of target = behaviour, estimator = k2 and its beta as coef",
         "bypass_mode": "it is ppo_clip or reinforce: ratios are to the engine's log-probabilities as a rule",
-        "m2po": "there is none; trainer.loss.correction and trainer.loss.off_policy_mask bound what stale tokens do",
+        "m2po": "it is ppo_clip with trainer.loss.second_moment (0.04), clip_low = 1 and clip_high = 1000 (no clip)",
         "luspo": "it is gspo with trainer.loss.normalize = batch and batch_tokens = 1",
         "opsm": "it is trainer.loss.off_policy_mask, beside any objective",
         **dict.fromkeys(

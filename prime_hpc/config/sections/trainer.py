@@ -248,6 +248,9 @@ class LossConfig(Section):
     off_policy_mask: float | None = Field(None, gt=0)
     """Leave out sequences whose advantage is negative and from which the policy has moved away: by more than this in
     the mean of log mu - log pi over their tokens, in nats (DeepSeek-V3.2; 0.5 is TRL's example); off when absent."""
+    second_moment: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """M2PO (0.04): greatest mean of (log pi - log mu)^2 over the batch's tokens that train; the farthest are left out.
+    Costs one more forward pass over the batch; off when absent."""
     entropy: EntropyConfig | None = None
     """Entropy bonus; off when absent."""
     top_entropy_quantile: float | None = Field(None, gt=0, le=1)
@@ -299,7 +302,7 @@ class LossConfig(Section):
                     f"{key} = ({c1:g}, {c2:g}): both must be finite and not negative, and c2 above 0 where c1 is, or "
                     "the weight is without bound"
                 )
-        for key in ("off_policy_mask", "covariance"):
+        for key in ("off_policy_mask", "second_moment", "covariance"):
             if getattr(self, key) is not None and objective.imitates:
                 raise ValueError(f"trainer.loss.type = {self.type} looks at no advantage: leave {key} out")
         return self

@@ -125,10 +125,7 @@ OF_LEARNING: tuple[tuple[str, str], ...] = (
     ("clip_cov_lb", "it is <trainer.loss.covariance.low>"),
     ("clip_cov_ub", "it is <trainer.loss.covariance.high>"),
     ("ppo_kl_coef", "it is <trainer.loss.covariance.coef>"),
-    (
-        "m2_threshold",
-        "there is no M2PO; <trainer.loss.correction> and <trainer.loss.off_policy_mask> bound what stale tokens do",
-    ),
+    ("m2_threshold", "it is <trainer.loss.second_moment>"),
     ("sapo_temperature_pos sapo_tau_pos", "it is <trainer.loss.tau_pos>"),
     ("sapo_temperature_neg sapo_tau_neg", "it is <trainer.loss.tau_neg>"),
     ("vespo_k_pos vespo_lambda_pos", "they are the two of <trainer.loss.gamma_pos>"),

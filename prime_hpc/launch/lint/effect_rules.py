@@ -101,6 +101,7 @@ def _of_sft(experiment: Experiment) -> Iterator[Row]:
         "trainer.loss.kl",
         "trainer.loss.correction",
         "trainer.loss.off_policy_mask",
+        "trainer.loss.second_moment",
         "trainer.loss.entropy",
         "trainer.loss.top_entropy_quantile",
         "trainer.loss.covariance",

@@ -95,7 +95,7 @@ P.groups = [
   ["KL and mismatch to the engine (nats a token)", [["trainer", "kl", "KL to the engine"], ["trainer", "kl_penalty", "KL of the penalty (its reference model)"], ["trainer", "logprob_diff", "mean log-probability difference"], ["orchestrator", "teacher/reverse_kl", "reverse KL to the teacher"], ["trainer", "teacher_divergence", "divergence to the teacher's distribution"]]],
   ["Entropy (nats a token)", [["trainer", "entropy", "entropy"]]],
   ["Lengths (tokens of a completion)", [["orchestrator", "completion/tokens_mean", "mean"], ["orchestrator", "completion/tokens_max", "longest"], ["orchestrator", "completion/tokens_mean_above", "above their group's mean reward"], ["orchestrator", "completion/tokens_mean_below", "below it"]]],
-  ["Importance ratio", [["trainer", "ratio", "mean ratio"], ["trainer", "clipped", "share clipped"], ["trainer", "clipped_high", "ratio above the bounds"], ["trainer", "clipped_low", "below"], ["trainer", "corrected", "corrected"], ["trainer", "off_policy_masked", "off-policy, left out"], ["trainer", "high_covariance", "high covariance"]]],
+  ["Importance ratio", [["trainer", "ratio", "mean ratio"], ["trainer", "clipped", "share clipped"], ["trainer", "clipped_high", "ratio above the bounds"], ["trainer", "clipped_low", "below"], ["trainer", "corrected", "corrected"], ["trainer", "off_policy_masked", "off-policy, left out"], ["trainer", "second_moment_masked", "too far, left out"], ["trainer", "high_covariance", "high covariance"]]],
   ["Staleness (versions)", [["orchestrator", "lag/mean", "mean lag"], ["orchestrator", "lag/max", "largest lag"]]],
   ["Gradient norm", [["trainer", "grad_norm", "gradient norm"]]],
   ["Learning rate", [["trainer", "lr", "learning rate"]]],

@@ -76,6 +76,8 @@ class MicroBatch:
     """bool[N], the targets that the objective trains, with `trainer.loss.top_entropy_quantile`; None: all."""
     high_covariance: torch.Tensor | None = None
     """bool[N], the targets that `trainer.loss.covariance` chose; None: it is off."""
+    far: torch.Tensor | None = None
+    """bool[N], the targets that `trainer.loss.second_moment` leaves out; None: it is off."""
     returns: torch.Tensor | None = None
     """float32[N], what a critic's values of the targets are to be (`trainer.critic`); None: it is not a critic's."""
     old_values: torch.Tensor | None = None
@@ -128,6 +130,7 @@ _SEEN_BY_OBJECTIVES = (
     "correction_mean",
     "high_entropy",
     "high_covariance",
+    "far",
     "teacher_ids",
     "teacher_logprobs",
     "listed_logprobs",

@@ -1,7 +1,8 @@
 """One micro-batch's RL loss: the configured objective, its correction, its KL penalty, and what the log shows.
 
-loss = sum_t w_t ( c_t l_t + coef KL_t + coef D_t ), c_t the correction's factor, 0 where off-policy masking leaves t
-out, t is not of high entropy, or Clip-Cov cuts it; D_t the divergence to the teacher (`distillation.py`).
+loss = sum_t w_t ( c_t l_t + coef KL_t + coef D_t ), c_t the correction's factor, 0 where off-policy masking or the
+second moment leaves t out, t is not of high entropy, or Clip-Cov cuts it; D_t the divergence to the teacher
+(`distillation.py`).
 `covariance.py` has KL-Cov's penalty, `entropy.py` the bonus for entropy, which are added.
 """
 
@@ -42,7 +43,7 @@ def rl_loss(
     Returns:
         the loss and its statistics over targets: see `mismatch_stats`; `clipped` (by the objective; `clipped_high`,
         `clipped_low`: those whose ratio is above 1, and below), `corrected` (by the correction; `correction_mean`:
-        the weights' mean over the batch, by which they are divided), `off_policy_masked`,
+        the weights' mean over the batch, by which they are divided), `off_policy_masked`, `second_moment_masked`,
         `low_entropy_masked`, `high_covariance` (cut, or penalised), `kl_penalty` (the estimate, without coef),
         `teacher_divergence` (likewise), `teacher_mass` (the teacher's probability of the tokens that are compared).
 
@@ -76,6 +77,9 @@ def rl_loss(
         masked = off_policy(config.off_policy_mask, targets, behaviour)
         per_target = torch.where(masked, torch.zeros_like(per_target), per_target)
         stats.sums["off_policy_masked"] = masked.sum().float()
+    if micro.far is not None:
+        per_target = torch.where(micro.far, torch.zeros_like(per_target), per_target)
+        stats.sums["second_moment_masked"] = micro.far.sum().float()
     if micro.high_entropy is not None:
         per_target = torch.where(micro.high_entropy, per_target, torch.zeros_like(per_target))
         stats.sums["low_entropy_masked"] = (~micro.high_entropy).sum().float()
