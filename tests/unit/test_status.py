@@ -253,6 +253,8 @@ def test_a_job_that_is_gone_was_cancelled_where_the_run_says_so(run: Run) -> Non
         ("failed", {"next": "in_place", "cause": "OOM"}, [job("RUNNING")], "starting", "OOM"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [], "lost", "was to come back (USR1), but job 12 is gone"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [job("CANCELLED")], "stopped", "cancelled before it came"),
+        ("requeued", {"next": "requeue", "cause": "USR1"}, [job("FAILED")], "lost", "Slurm has forgotten the requeue"),
+        ("failed", {"next": "successor"}, [job("FAILED"), job("NODE_FAIL", "13")], "lost", "13 is over (NODE_FAIL); `"),
         (
             "requeued",
             {"next": "successor", "cause": "USR1"},

@@ -322,6 +322,11 @@ def _of_ended_attempt(one: Evidence, queue: Queue) -> _Verdict:
         return _Verdict("stopped", f"cancelled before it came back{ENDED_BY}{cause}")
     if queue.trouble:
         return _Verdict("requeued", f"{cause}; Slurm cannot be asked: {queue.trouble}")
+    if next_job is not None and not next_job.is_active:
+        over = f"it was to come back ({cause}), but job {next_job.job_id} is over ({next_job.state})"
+        is_forgotten = last.get("next") == "requeue" and next_job.state == "FAILED"
+        why = ": Slurm has forgotten the requeue, as a controller does that is killed in its first seconds"
+        return _Verdict("lost", f"{over}{why if is_forgotten else ''}; `prime-hpc resume` goes on")
     return _Verdict("lost", f"it was to come back ({cause}), but job {last.get('job_id')} is gone: cancelled?")
 
 
