@@ -390,6 +390,10 @@ class ShownJob:
     qos: str = ""
     asks: str = ""
     """`cpu=16,mem=64G,node=2,gres/gpu=8`."""
+    time_min: str = ""
+    """To which backfill may lower its time limit; `N/A`: not at all."""
+    reservation: str = ""
+    """That it runs in: names separated by commas."""
 
 
 def show_job(job_id: str, timeout_s: float = TIMEOUT_S) -> list[ShownJob]:
@@ -430,6 +434,8 @@ def parse_shown(text: str, job_id: str) -> list[ShownJob]:
             account=field(line, "Account"),
             qos=field(line, "QOS"),
             asks=field(line, "ReqTRES") or field(line, "TRES"),  # the name since 23.02, and before
+            time_min=field(line, "TimeMin"),
+            reservation=field(line, "Reservation"),
         )
         found.append(part)
     return found

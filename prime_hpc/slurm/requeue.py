@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from prime_hpc.slurm.client import ShownJob, SlurmError, run_slurm, show_job
+from prime_hpc.slurm.client import ShownJob, SlurmError, field, run_slurm, show_job
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 
 SCONTROL_TIMEOUT_S = 30.0
@@ -95,6 +95,7 @@ def leave_out(job: Sequence[ShownJob], job_id: str, exclude: Sequence[str], num_
     try:  # a running job names one partition, where it may have asked for several
         parts = show_job(job_id, SCONTROL_TIMEOUT_S)
         tables = {name: _nodes_of(name) for name in {part.partition for part in parts}}
+        reserved = {name: _reserved_nodes(name) for name in {part.reservation for part in parts}}
     except SlurmError as error:
         logger.warning(f"no node is excluded, the partition's nodes are unknown: {error}")
         return
@@ -104,8 +105,10 @@ def leave_out(job: Sequence[ShownJob], job_id: str, exclude: Sequence[str], num_
         # a job that must run on a node and must not would wait for ever: it gets its node again
         new = [node for node in exclude if node in nodes and node not in expand_hosts(was.required)]
         left_out = list(dict.fromkeys([*expand_hosts(was.excluded), *new]))
+        own = reserved[part.reservation]  # in a reservation it gets no other nodes, outside of one none of those
+        usable = {name: node for name, node in nodes.items() if (name in own if own else not node.is_reserved)}
         good = [
-            name for name, node in nodes.items() if name not in left_out and node.is_up and node.fits(part.features)
+            name for name, node in usable.items() if name not in left_out and node.is_up and node.fits(part.features)
         ]
         wanted = sum(max(1, num_nodes, other.num_nodes) for other in parts if other.partition == part.partition)
         if new and len(good) < wanted:
@@ -137,6 +140,8 @@ class _Node:
     state: str
     """In short, `drng*`."""
     features: frozenset[str]
+    is_reserved: bool
+    """It is in a reservation that has begun, whether jobs run on it or not."""
 
     @property
     def is_up(self) -> bool:
@@ -152,8 +157,21 @@ class _Node:
 
 def _nodes_of(partition: str) -> dict[str, _Node]:
     """Return the nodes of partitions by name. Raises SlurmError where Slurm does not say."""
-    table = run_slurm(["sinfo", "-h", "-N", "-o", "%N %t %f", "-p", partition], SCONTROL_TIMEOUT_S)
-    return {name: _Node(state, frozenset(features.split(","))) for name, state, features in _rows(table, 3)}
+    layout = ",".join(f"{name}:0 " for name in ("NodeHost", "StateCompact", "StateComplete", "Features"))
+    table = run_slurm(["sinfo", "-h", "-N", "-O", layout, "-p", partition], SCONTROL_TIMEOUT_S)
+    return {
+        name: _Node(state, frozenset(features.split(",")), "reserved" in flags.lower().split("+"))
+        for name, state, flags, features in _rows(table, 4)
+    }
+
+
+def _reserved_nodes(reservations: str) -> list[str]:
+    """Return the nodes of these reservations; none where they hold none. Raises SlurmError: Slurm does not say."""
+    nodes: list[str] = []
+    for name in filter(None, reservations.split(",")):
+        shown = run_slurm(["scontrol", "show", "reservation", "--oneliner", name], SCONTROL_TIMEOUT_S)
+        nodes += expand_hosts(field(shown, "Nodes"))
+    return nodes
 
 
 def _rows(table: str, num_fields: int) -> list[list[str]]:

@@ -134,7 +134,7 @@ def test_preflight_lives_without_the_hosts_temporary_directory(tmp_path: Path, m
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     one = FakeSlurm(tmp_path)
     one.use(monkeypatch)
-    one.behave("sinfo", say="\n".join(f"n{i} idle (null)" for i in range(1, 10)))
+    one.behave("sinfo", say="\n".join(f"n{i} idle idle (null)" for i in range(1, 10)))
     return one
 
 
@@ -175,6 +175,9 @@ def left_out(
     def run_slurm(argv: list[str], timeout_s: float) -> str:
         if argv[0] == "sinfo":
             return tables[argv[-1]].replace("; ", "\n")
+        if argv[1:3] == ["show", "reservation"]:
+            nodes = {"mine": "r[1-2]", "more": "r3"}[argv[-1]]
+            return f"ReservationName={argv[-1]} StartTime=now Nodes={nodes} NodeCnt=1 Flags=SPEC_NODES"
         if argv[1] == "update":
             changed.append(" ".join(argv[2:]))
         return job
@@ -190,32 +193,47 @@ def test_of_a_het_job_each_component_looks_at_its_own_partition(monkeypatch: pyt
         "JobId=12 HetJobId=12 HetJobOffset=0 Partition=train NumNodes=4 Features=(null)",
         "JobId=13 HetJobId=12 HetJobOffset=1 Partition=infer NumNodes=2 Features=(null)",
     )
-    four = "; ".join(f"t{i} alloc (null)" for i in range(1, 5))
-    two, three = "i1 alloc (null); i2 alloc (null)", "i1 down* (null); i2 idle (null); i3 mix (null)"
+    four = "; ".join(f"t{i} alloc - (null)" for i in range(1, 5))
+    two, three = "i1 alloc - (null); i2 alloc - (null)", "i1 down* - (null); i2 idle - (null); i3 mix - (null)"
     assert left_out(monkeypatch, ["t2"], 0, *het, train=four, infer=two) == [], "it needs all four"
     assert left_out(monkeypatch, ["i1"], 0, *het, train=four, infer=two) == []
     assert left_out(monkeypatch, ["i1", "t2"], 0, *het, train=four, infer=three) == ["JobId=12+1 ExcNodeList=i1"]
     shared = [line.replace("infer", "train") for line in het]
-    six = "; ".join(f"t{i} alloc (null)" for i in range(1, 7))
+    six = "; ".join(f"t{i} alloc - (null)" for i in range(1, 7))
     assert left_out(monkeypatch, ["t2"], 0, *shared, train=six) == [], "both take their nodes from there"
 
 
 def test_nodes_that_the_job_cannot_get_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     job = "JobId=12 Partition=mixed NumNodes=2-2 Features={}"
-    others = "h1 alloc h100,ib; h2 idle h100,ib; a1 drng h100; a2 maint h100; a3 idle* h100; c1 idle a100; c2 idle a100"
+    others = "h1 alloc - h100,ib; h2 idle - h100,ib; a1 drng - h100; a2 maint - h100; a3 idle* - h100; "
+    others += "c1 idle - a100; c2 idle - a100"
     assert left_out(monkeypatch, ["h1"], 2, job.format("h100"), mixed=others) == []
-    assert left_out(monkeypatch, ["h1"], 2, job.format("h100&ib"), mixed=f"{others}; h3 mix h100,ib") == [
+    assert left_out(monkeypatch, ["h1"], 2, job.format("h100&ib"), mixed=f"{others}; h3 mix - h100,ib") == [
         "JobId=12 ExcNodeList=h1"
     ]
     assert left_out(monkeypatch, ["h1"], 2, job.format("h100|a100"), mixed=others) == ["JobId=12 ExcNodeList=h1"]
     assert left_out(monkeypatch, ["h1"], 2, job.format("[h100*1&a100*1]"), mixed=others) == [], "nobody can tell"
 
 
+def test_of_reserved_nodes_a_job_gets_those_of_its_own_reservation_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = "JobId=12 Partition=p NumNodes=2 Features=(null) Reservation={}"
+    nodes = "a1 alloc allocated (null); a2 idle idle (null); r1 resv idle+reserved (null); r2 mix MIXED+RESERVED (null)"
+    assert left_out(monkeypatch, ["a1"], 2, job.format("(null)"), p=nodes) == [], "r1 and r2 are for others"
+    assert left_out(monkeypatch, ["a1"], 2, job.format("(null)"), p=f"{nodes}; a3 idle idle (null)") == [
+        "JobId=12 ExcNodeList=a1"
+    ]
+    held = f"{nodes}; r3 resv idle+reserved (null)"
+    assert left_out(monkeypatch, ["r1"], 2, job.format("mine"), p=held) == [], "neither a1, a2 nor others' r3 are its"
+    assert left_out(monkeypatch, ["a1"], 2, job.format("mine"), p=held) == ["JobId=12 ExcNodeList=a1"]
+    both = left_out(monkeypatch, ["r1"], 2, job.format("mine,more"), p=held)
+    assert both == ["JobId=12 ExcNodeList=r1"], "a newer Slurm takes several"
+
+
 def test_what_a_site_says_around_its_nodes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = "Maintenance!; Welcome to Foo, Slurm 23.11; ; h1 down* (null); h2 idle (null)"
+    table = "Maintenance!; Welcome to Foo, Slurm 23.11; ; h1 down* - (null); h2 idle - (null)"
     job = "JobId=12 Partition=p NumNodes=2 Features=(null)"
     assert left_out(monkeypatch, ["h1"], 2, job, p=table) == [], "one node alone is left"
-    words = "\n".join(line.removesuffix(" (null)") for line in table.split("; "))
+    words = "\n".join(line.removesuffix(" - (null)") for line in table.split("; "))
     monkeypatch.setattr(requeue, "run_slurm", lambda *_: words)
     assert requeue.silent_nodes("h[1-2]") == ["h1"]
 

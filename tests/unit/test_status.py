@@ -19,6 +19,7 @@ from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.monitor.status import PatientAsk, collect, status_of
 from prime_hpc.observe.console import Console
 from prime_hpc.slurm.jobs import JobInfo
+from prime_hpc.slurm.queue_facts import waiting
 from prime_hpc.store.run_dirs import list_runs
 from tests.support.metric_rows import trainer_row, write_rows
 from tests.support.status_run import Run, answering, job
@@ -252,6 +253,8 @@ def test_a_job_that_is_gone_was_cancelled_where_the_run_says_so(run: Run) -> Non
         ("failed", {"next": "in_place", "cause": "OOM"}, [job("RUNNING")], "starting", "OOM"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [], "lost", "was to come back (USR1), but job 12 is gone"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [job("CANCELLED")], "stopped", "cancelled before it came"),
+        ("requeued", {"next": "requeue", "cause": "USR1"}, [job("FAILED")], "lost", "Slurm has forgotten the requeue"),
+        ("failed", {"next": "successor"}, [job("FAILED"), job("NODE_FAIL", "13")], "lost", "13 is over (NODE_FAIL); `"),
         (
             "requeued",
             {"next": "successor", "cause": "USR1"},
@@ -269,6 +272,13 @@ def test_an_attempt_that_ended(
     assert status.state == state
     assert note in status.note
     assert status.outcome == outcome
+
+
+def test_the_limit_that_holds_it_up_stands_before_the_last_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "limit_of", lambda job, asked: waiting.Limit("QOS few allows 1 CPU", True))
+    run.sent().attempt(ended=60, outcome="preempted", next="requeue", cause="warned by SIGUSR1")
+    status = status_of(run.path, ask=answering(job("PENDING", reason="QOSGrpCpuLimit")))
+    assert status.note == "QOSGrpCpuLimit: QOS few allows 1 CPU; ended by: warned by SIGUSR1"
 
 
 def test_coming_back_with_slurm_out_of_reach(run: Run) -> None:

@@ -149,6 +149,35 @@ def test_a_partition_that_allows_what_is_asked_for_only_lacks_nodes_now(answers:
     assert limit is not None and limit.is_for_ever and "nodes: 4 at least, and it asks for 2" in limit.words
 
 
+def test_a_time_limit_that_backfill_may_lower_is_below_the_partitions(answers: Path) -> None:
+    """`slurm.time_min`: the job starts, with less time, where a partition allows less than `slurm.time`."""
+    shown = JOB.format(account="root", qos="grp", reason="PartitionTimeLimit").replace("NumNodes=2", "NumNodes=1")
+    job = JobInfo("10", "PENDING", "PartitionTimeLimit")
+    for number, (changes, words) in enumerate(
+        [
+            ({}, "time: 00:05:00 at most, and it asks for 00:10:00: it would wait for ever; a shorter slurm.time (`"),
+            ({"TimeMin=N/A": "TimeMin=00:05:00"}, ""),
+            ({"TimeMin=N/A": "TimeMin=00:06:00"}, "00:05:00 at most"),
+            ({"TimeLimit=00:10:00": "TimeLimit=UNLIMITED"}, "it asks for UNLIMITED"),
+            ({"TimeLimit=00:10:00": "TimeLimit=Partition_Limit"}, ""),
+        ]
+    ):
+        text = shown
+        for old, new in changes.items():
+            assert old in text
+            text = text.replace(old, new)
+        (answers / "job").write_text(text)
+        limit = limit_of(job, asked=100.0 + number)
+        assert (limit is not None) == bool(words) and (limit is None or words in limit.words)
+
+
+def test_in_its_first_moment_a_job_is_said_to_be_against_the_partition(answers: Path) -> None:
+    """Slurm's reason is another a moment later: the limit is told all the same."""
+    (answers / "job").write_text(JOB.format(account="root", qos="grp", reason="PartitionTimeLimit"))
+    limit = limit_of(JobInfo("10", "PENDING", "PartitionConfig"), asked=hash(answers))
+    assert limit is not None and "partition cpu limits the nodes" in limit.words
+
+
 @pytest.mark.parametrize("reason", ["PartitionNodeLimit", "QOSMaxCpuPerNode", "QOSMinGRES"])
 def test_what_slurm_does_not_say_of_a_job_is_below_no_limit(answers: Path, reason: str) -> None:
     shown = JOB.format(account="root", qos="grp", reason=reason)

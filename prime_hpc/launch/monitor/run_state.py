@@ -26,6 +26,8 @@ SUBMITTING_S = 120.0
 """So long a submission may take before a record without an answer counts as interrupted."""
 _ASK_AGAIN_S = 86_400.0
 """A run that failed less than this ago may still come back, so Slurm is asked."""
+ENDED_BY = "; ended by: "
+"""In a verdict's note, between what holds the job up and the end of the attempt before."""
 _OVER = {"completed": "completed", "stopped": "stopped", "interrupted": "stopped"}
 """Outcomes after which no job brings the run back, and the run's state then."""
 _LIVE_WORDS = {
@@ -302,10 +304,10 @@ def _of_ended_attempt(one: Evidence, queue: Queue) -> _Verdict:
         return _Verdict(_OVER[outcome], cause)
     job, comes_back = _coming_back(queue, last, record), _is_to_come_back(last)
     if job is not None and job.is_pending and _may_start(job):
-        return _Verdict("requeued", "; ".join(filter(None, [_why_pending(job), f"ended by: {cause}"])), job)
+        return _Verdict("requeued", f"{_why_pending(job)}{ENDED_BY}{cause}".removeprefix("; "), job)
     if job is not None and job.is_active and not job.is_pending:
         if _is_next_attempt(job, last) and job.state == "COMPLETING":
-            return _Verdict("requeued", f"Slurm still ends the last attempt; ended by: {cause}", job)
+            return _Verdict("requeued", f"Slurm still ends the last attempt{ENDED_BY}{cause}", job)
         if _is_next_attempt(job, last):
             return _Verdict("starting", cause, job)
         if last.get("next") == IN_PLACE:
@@ -314,12 +316,17 @@ def _of_ended_attempt(one: Evidence, queue: Queue) -> _Verdict:
     if not comes_back:
         return _Verdict("failed", cause)
     if objects_of(last.get("job_id")) is not None:
-        return _Verdict("requeued", f"its pod is made again; ended by: {cause}")
+        return _Verdict("requeued", f"its pod is made again{ENDED_BY}{cause}")
     next_job = _find(queue, record, record.get("successor")) or job
     if _was_cancelled(record, next_job, number(last.get("ended"))):
-        return _Verdict("stopped", f"cancelled before it came back; ended by: {cause}")
+        return _Verdict("stopped", f"cancelled before it came back{ENDED_BY}{cause}")
     if queue.trouble:
         return _Verdict("requeued", f"{cause}; Slurm cannot be asked: {queue.trouble}")
+    if next_job is not None and not next_job.is_active:
+        over = f"it was to come back ({cause}), but job {next_job.job_id} is over ({next_job.state})"
+        is_forgotten = last.get("next") == "requeue" and next_job.state == "FAILED"
+        why = ": Slurm has forgotten the requeue, as a controller does that is killed in its first seconds"
+        return _Verdict("lost", f"{over}{why if is_forgotten else ''}; `prime-hpc resume` goes on")
     return _Verdict("lost", f"it was to come back ({cause}), but job {last.get('job_id')} is gone: cancelled?")
 
 

@@ -18,7 +18,7 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON, SUBMIT_JSON
 from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.monitor.run_facts import Evidence, Queue, RunStatus, read_evidence
 from prime_hpc.launch.monitor.run_progress import add_checkpoint, add_figures, add_service, log_paths
-from prime_hpc.launch.monitor.run_state import is_sending, jobs_in_doubt, judge
+from prime_hpc.launch.monitor.run_state import ENDED_BY, is_sending, jobs_in_doubt, judge
 from prime_hpc.launch.purge import purge_warning
 from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.slurm.client import SlurmError, asked_cluster, on_cluster
@@ -118,7 +118,9 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
 
             with on_cluster(cluster_of(path)):
                 limit = limit_of(job, queue.asked)
-            status.note += f": {limit.words}" if limit is not None else ""
+            if limit is not None:
+                reason, *end = status.note.partition(ENDED_BY)
+                status.note = "".join([reason, f": {limit.words}", *end])
         status.note = "; ".join(dict.fromkeys(filter(None, [status.note, *_unreadable(path)])))
         if status.state == "lost" and status.job_id and not queue.trouble and status.job_id not in queue.jobs:
             with on_cluster(cluster_of(path)):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, ShownJob, SlurmError, field, run_slurm, show_job
 from prime_hpc.slurm.jobs import JobInfo
@@ -39,7 +40,8 @@ _REASON = re.compile(
     r"(?P<holder>Assoc|QOS|)(?P<kind>Grp|Max|Min)(?P<what>Cpu|CPU|Memory|Mem|Node|GRES|Billing|WallDuration|Wall|Jobs)"
     r"(?P<minutes>RunMinutes|Minutes|)(?P<per>PerJob|PerNode|PerUser|PerAccount|)(?:Limit|NotSatisfied|)"
 )
-_OF_PARTITIONS = ("PartitionNodeLimit", "PartitionTimeLimit")
+_OF_PARTITIONS = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig")
+"""The last is what Slurm says of either in a job's first moment."""
 _TRES = {"Cpu": "cpu", "CPU": "cpu", "Memory": "mem", "Mem": "mem", "Node": "node", "Billing": "billing"}
 _UNITS = {"cpu": "CPU", "node": "node", "gres/gpu": "GPU", "time": "minute", "jobs": "job"}
 _KEYS = {
@@ -92,7 +94,8 @@ def _look_up(job_id: str, reason: str, asked: float) -> Limit | None:
     match = _REASON.fullmatch(reason)
     try:
         parts = show_job(job_id, ASK_TIMEOUT_S)
-        part = next((part for part in parts if part.reason == reason), None)
+        alike = _OF_PARTITIONS if reason in _OF_PARTITIONS else (reason,)
+        part = next((part for part in parts if part.reason in alike), None)
         if part is None:  # it has changed meanwhile
             return None
         if match is None:
@@ -113,14 +116,21 @@ def _beyond(partition: str, job: ShownJob) -> Limit | None:
         words, fewer = f"nodes: {least} at least, and it asks for {job.num_nodes}", f"more {_KEYS['node']}"
     elif nodes.isdigit() and job.num_nodes > int(nodes):
         words, fewer = f"nodes: {nodes} at most, and it asks for {job.num_nodes}", f"fewer {_KEYS['node']}"
-    elif limit_s is not None and limit_s < (parse_duration(job.time_limit) or 0.0):
-        words, fewer = (
-            f"time: {field(shown, 'MaxTime')} at most, and it asks for {job.time_limit}",
-            "a shorter slurm.time",
-        )
+    elif limit_s is not None and limit_s < _least_time_s(job):
+        words, fewer = f"time: {field(shown, 'MaxTime')} at most, and it asks for {job.time_limit}", _shorter(job)
     else:
         return None
     return Limit(f"partition {partition} limits the {words}: it would wait for ever; {fewer}, or another", True)
+
+
+def _least_time_s(job: ShownJob) -> float:
+    """Return the shortest time that a job takes: backfill may lower its limit to `slurm.time_min`, seconds."""
+    limits = [inf if text == "UNLIMITED" else parse_duration(text) for text in (job.time_min, job.time_limit)]
+    return min((seconds for seconds in limits if seconds is not None), default=0.0)
+
+
+def _shorter(job: ShownJob) -> str:
+    return f"a shorter slurm.time (`scontrol update JobId={job.job_id} TimeLimit=...` shortens it where it waits)"
 
 
 def _records(*which: str) -> list[str]:
