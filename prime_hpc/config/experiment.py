@@ -206,7 +206,7 @@ class Experiment(Section):
     @property
     def episodes_per_step(self) -> int:
         """Rollouts of one batch, and its prompts' greedy ones, which do not train."""
-        return self.orchestrator.batch_size + self.num_prompts * self.orchestrator.has_greedy
+        return self.orchestrator.batch_size + self.num_prompts * bool(self.orchestrator.greedy_sources)
 
     @model_validator(mode="before")
     @classmethod

@@ -6,11 +6,15 @@ config, lint and the other rooms must know without importing it. To add one, wri
 user's own is named by its import path.
 """
 
+import ast
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError
@@ -107,7 +111,8 @@ ALGORITHMS = {
     "sdpo": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", teacher="peer"),
     "sft": AlgorithmEntry(f"{_ADVANTAGES}.sft_distill:sft", min_group=1, imitates=True),
 }
-"""Name -> algorithm. One of your own says `min_group`, `teacher` and `greedy` as attributes, read where it runs."""
+"""Name -> algorithm. One of your own says `min_group`, `teacher` and `greedy` as attributes, read where it runs, and
+`greedy` in its source before (`says_so`)."""
 
 BACKENDS = {
     "vllm": "prime_hpc.inference.vllm.backend:VLLM",
@@ -146,6 +151,55 @@ def import_object(name: str, key: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{name!r} is a {type(found).__name__}, not a function or class", key)
     return found
+
+
+def find_module(module: str) -> ModuleSpec | None:
+    """Return where a module is, looked up without importing the packages above it.
+    Raises ImportError or ValueError: a module that is loaded says nothing of where it is from."""
+    parts = module.split(".")
+    spec = find_spec(parts[0])  # also by the finders of editable installs
+    for number in range(1, len(parts)):
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        spec = PathFinder.find_spec(".".join(parts[: number + 1]), list(spec.submodule_search_locations))
+    return spec
+
+
+def says_so(name: str, attribute: str) -> bool:
+    """Return whether the function or class at `module:attribute` has an attribute that is true: of a module that is
+    not loaded as far as its source tells, which is read and not run. False where it cannot be found."""
+    module, _, own = name.partition(":")
+    if (loaded := sys.modules.get(module)) is not None:
+        return bool(getattr(getattr(loaded, own, None), attribute, False))
+    try:
+        spec = find_module(module)
+        tree = ast.parse(Path(spec.origin).read_bytes()) if spec is not None and spec.origin is not None else None
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return False
+    return tree is not None and _is_written(tree.body, own, attribute)
+
+
+def _is_written(body: Sequence[ast.stmt], owner: str, attribute: str) -> bool:
+    """Return whether statements give a function or class a true attribute, itself or by a class that it extends."""
+    found = False
+    for place, node in enumerate(body):
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            inherited = any(_is_written(body[:place], base, attribute) for base in bases)
+            found = _last_assigned(node.body, attribute, inherited)
+        found = _last_assigned([node], f"{owner}.{attribute}", found)
+    return found
+
+
+def _last_assigned(body: Sequence[ast.stmt], target: str, before: bool) -> bool:
+    """Return whether the last constant that statements assign to a name is true; `before` where none does."""
+    for node in body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Constant):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if target in map(ast.unparse, targets):
+            before = bool(node.value.value)
+    return before
 
 
 def signature_of(function: Callable[..., Any], follow_wrapped: bool = True) -> inspect.Signature:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_hpc.config import Experiment
+from prime_hpc.launch.estimate.forward_passes import looked_at_for
 from prime_hpc.simulate.costs import Costs
 from prime_hpc.simulate.measured import Measured
 from prime_hpc.simulate.setting import Setting
@@ -246,6 +247,7 @@ def _facts(experiment: Experiment) -> dict[str, object]:
         "orchestrator.sampling.max_tokens": config.sampling.max_tokens,
         "seq_len": experiment.seq_len,
         "trainer.micro_batch_tokens": experiment.micro_batch_tokens,
+        "forward passes before a batch's first update": int(bool(looked_at_for(experiment))),
         "trainer.critic": "on" if experiment.trainer.critic is not None else "off",
         "trainer.parallel.tp x cp": dims.tp * dims.cp,
         "trainer.threads_per_rank": experiment.trainer.threads_per_rank,

@@ -202,6 +202,8 @@ def caveats(experiment: Experiment, calibration: Calibration, host: str) -> list
     groups = {env.rollouts_per_example for env in experiment.orchestrator.env} - {None}
     if groups:
         found.append("environments with group sizes of their own: orchestrator.rollouts_per_example is taken for all")
+    if 0 < len(experiment.orchestrator.greedy_sources) < len(experiment.orchestrator.env):
+        found.append("environments of which some have greedy rollouts: one is taken for each prompt of all")
     if experiment.engines_sleep:
         found.append("inference.sleep: the time in which engines go to sleep and wake is left out")
     if experiment.orchestrator.eval is not None:

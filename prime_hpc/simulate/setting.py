@@ -79,7 +79,7 @@ def setting_of(experiment: Experiment) -> Setting:
         masks_stale=config.stale == "mask",
         epochs=experiment.trainer.epochs_per_batch,
         updates=experiment.trainer.num_mini_batches * experiment.trainer.epochs_per_batch,
-        greedy=config.has_greedy,
+        greedy=bool(config.greedy_sources),
     )
 
 

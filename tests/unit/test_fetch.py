@@ -96,6 +96,38 @@ def test_a_broken_download_goes_on_and_a_whole_one_is_left_alone(
     assert ask(capsys, exp, "--check")[0] == 0  # with no hub there
 
 
+def test_of_a_teacher_that_others_serve_the_tokenizer_is_fetched_and_no_weights(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The orchestrator reads it on a node without a network."""
+    teacher = {"model": "owner/teacher", "base_url": "http://node:8000/v1"}
+    distilled: dict[str, Any] = {
+        "trainer": {"loss": {"type": "reinforce"}},
+        "orchestrator": {"env": [{"id": "reverse-text"}], "advantage": {"type": "opd"}, "teacher": teacher},
+    }
+    assert (
+        "owner/teacher" not in ask(capsys, write(tmp_path, model={"name": "owner/policy"}, **distilled), "--check")[1]
+    )
+    distilled["orchestrator"]["teacher"] = {**teacher, "tokenizer": "own"}
+    exp = write(tmp_path, model={"name": "owner/policy"}, **distilled)
+    code, before = ask(capsys, exp, "--check")
+    assert code == 1 and before["owner/teacher"]["lacks"] == ["a tokenizer"]
+    with serving({"owner/policy": POLICY, "owner/teacher": {**POLICY, "tokenizer.model": b"t"}}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        code, after = ask(capsys, exp)
+    files = {path.name for path in Path(after["owner/teacher"]["path"]).iterdir()}
+    assert code == 0 and files == {"config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
+    assert ask(capsys, exp, "--check")[0] == 0
+    distilled["orchestrator"]["teacher"].pop("base_url")
+    whole = write(tmp_path, model={"name": "owner/policy"}, teacher_inference={}, **distilled)
+    assert ask(capsys, whole, "--check")[1]["owner/teacher"]["lacks"] == ["weights (*.safetensors)"]
+    local = tmp_path / "tokenizer"
+    local.mkdir()
+    (local / "tokenizer.json").write_text("{}")
+    distilled["orchestrator"]["teacher"] = {**teacher, "model": str(local), "tokenizer": "own"}
+    assert ask(capsys, write(tmp_path, model={"name": "owner/policy"}, **distilled), "--check")[0] == 0
+
+
 def test_two_splits_of_one_data_set_are_told_apart(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(need: Need, environ: Mapping[str, str]) -> str:
         if need.split == "test":

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prime_hpc.config.named_code import ALGORITHMS, AlgorithmEntry
+from prime_hpc.config.named_code import ALGORITHMS, AlgorithmEntry, says_so
 from prime_hpc.config.secret import Arguments
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.names import AdvantageName
@@ -126,6 +126,11 @@ class AdvantageConfig(Section):
     def compares_rollouts(self) -> bool:
         """True if one rollout alone has no advantage (unknown, so False, of your own algorithm)."""
         return self.algorithm.min_group > 1
+
+    @property
+    def has_greedy(self) -> bool:
+        """True if each prompt has a greedy rollout, too; of your own algorithm as its code says."""
+        return self.algorithm.greedy or (":" in self.type and says_so(self.type, "greedy"))
 
     @property
     def least_group(self) -> int:

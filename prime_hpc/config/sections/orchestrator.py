@@ -356,12 +356,12 @@ class OrchestratorConfig(Section):
 
     def num_rollouts(self, source: int) -> int:
         """Episodes of one of its prompts: the group, and the greedy one of an algorithm that asks for it."""
-        return self.group_size(source) + self.advantage_of(source).algorithm.greedy
+        return self.group_size(source) + self.advantage_of(source).has_greedy
 
     @property
-    def has_greedy(self) -> bool:
-        """True if prompts of any training environment have a greedy rollout, too."""
-        return any(self.advantage_of(source).algorithm.greedy for source in range(len(self.env)))
+    def greedy_sources(self) -> list[int]:
+        """Training environments whose prompts have a greedy rollout, too."""
+        return [source for source in range(len(self.env)) if self.advantage_of(source).has_greedy]
 
     def advantage_of(self, source: int) -> AdvantageConfig:
         """How a training environment's rewards become advantages."""

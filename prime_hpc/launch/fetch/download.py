@@ -21,6 +21,7 @@ LOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"
 """Files of a model that trainer and engines read: weights, config, tokenizer, templates, code."""
 NOT_LOADED = ("*/*", "consolidated*")
 """Of those: what lies in folders (other formats), and weights a second time."""
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _SPARE_BYTES = 2**30
 
 
@@ -29,15 +30,17 @@ def is_loaded(name: str) -> bool:
     return any(fnmatch(name, p) for p in LOADED) and not any(fnmatch(name, p) for p in NOT_LOADED)
 
 
-def fetch_model(name: str, cache: Path, revision: str | None) -> None:
-    """Bring a model's files into the hub's cache.
+def fetch_model(name: str, cache: Path, revision: str | None, *, only_tokenizer: bool = False) -> None:
+    """Bring a model's files into the hub's cache, without its weights if `only_tokenizer`.
     `revision`: commit that is there already, of which what is missing is fetched; None: the newest.
     Raises OSError: the disk has no room for them; others as the hub's client raises them."""
     from huggingface_hub import HfApi, snapshot_download
 
+    passed_over = (*NOT_LOADED, *(WEIGHTS if only_tokenizer else ()))
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT_S)
     snapshot = cache / f"models--{name.replace('/', '--')}" / "snapshots" / str(info.sha)
-    wanted = {file.rfilename: file.size or 0 for file in info.siblings or [] if is_loaded(file.rfilename)}
+    files = {file.rfilename: file.size or 0 for file in info.siblings or [] if is_loaded(file.rfilename)}
+    wanted = {file: size for file, size in files.items() if not any(fnmatch(file, p) for p in passed_over)}
     missing = {file: size for file, size in wanted.items() if not (snapshot / file).exists()}
     if missing:
         cache.mkdir(parents=True, exist_ok=True)
@@ -46,7 +49,7 @@ def fetch_model(name: str, cache: Path, revision: str | None) -> None:
         if need + _SPARE_BYTES > free:
             raise OSError(f"{size_text(need)} are to come, and {cache} has {size_text(free)} free")
     snapshot_download(
-        name, revision=revision, cache_dir=cache, allow_patterns=list(LOADED), ignore_patterns=list(NOT_LOADED)
+        name, revision=revision, cache_dir=cache, allow_patterns=list(LOADED), ignore_patterns=list(passed_over)
     )
 
 
@@ -60,7 +63,8 @@ def fetch_dataset(name: str, subset: str | None, split: str | None) -> None:
 def fetch(order: dict[str, Any]) -> None:
     """Fetch one need: the fields of `Need`, with `cache` and `revision` of a model, `to` of a benchmark."""
     if order["kind"] == "model":
-        fetch_model(order["name"], Path(order["cache"]), order["revision"])
+        own = order["only_tokenizer"]
+        fetch_model(order["name"], Path(order["cache"]), order["revision"], only_tokenizer=own)
     elif order["kind"] == "benchmark":
         from prime_hpc.envs.benchmarks.fetch import fetch as fetch_benchmark
 

@@ -36,6 +36,8 @@ class Need:
     """Of a data set; None: all."""
     data: str | None = None
     """Of a benchmark: the file or folder that the environment states."""
+    only_tokenizer: bool = False
+    """Of a model: its weights are elsewhere."""
 
 
 def needs_of(experiment: Experiment) -> list[Need]:
@@ -43,7 +45,7 @@ def needs_of(experiment: Experiment) -> list[Need]:
     found = [*_models(experiment), *_rows(experiment), *_environments(experiment)]
     first: dict[tuple[Any, ...], Need] = {}
     for need in found:
-        first.setdefault((need.kind, need.name, need.subset, need.split, need.data), need)
+        first.setdefault((need.kind, need.name, need.subset, need.split, need.data), need)  # whole models come first
     return list(first.values())
 
 
@@ -61,11 +63,13 @@ def _models(experiment: Experiment) -> Iterator[Need]:
             names[f"{role}.vllm.speculative_config.model"] = draft["model"]
         if isinstance(short := extra.get("spec_model"), str):  # vLLM's other way to state it
             names[f"{role}.vllm.spec_model"] = short
-    teacher = experiment.orchestrator.teacher
-    if experiment.kind == "rl" and teacher is not None and teacher.model and is_local_path(teacher.model):
-        names[MODELS["teacher"]] = teacher.model
     for key, name in names.items():
         yield Need("model", key, name)
+    teacher, key = experiment.orchestrator.teacher, MODELS["teacher"]
+    if experiment.kind != "rl" or teacher is None or not teacher.model or key in names:
+        return
+    if teacher.tokenizer == "own" or is_local_path(teacher.model):  # others serve it
+        yield Need("model", key, teacher.model, only_tokenizer=True)
 
 
 def _object(text: str) -> Any:

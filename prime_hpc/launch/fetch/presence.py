@@ -1,7 +1,8 @@
 """Finds what an experiment needs on disk, as a node without a network would; asks no hub.
 
 A model counts as there when the hub's cache holds a config, a tokenizer and every safetensors file of the version that
-`refs/main` names, or a directory does. A data set counts as there when the cache of `datasets` has prepared its split.
+`refs/main` names, or a directory does; of a teacher that others serve the tokenizer is enough. A data set counts as
+there when the cache of `datasets` has prepared its split.
 """
 
 import json
@@ -104,20 +105,22 @@ def _model(need: Need, cache: Path) -> Presence:
         remedy = "copy the model there, or name another"
         if not path.is_dir():
             return Presence(need, path, ["the directory"], can_fetch=False, remedy=remedy)
-        return Presence(need, path, list(_lacks(path)), folder_bytes(path), can_fetch=False, remedy=remedy)
+        return Presence(need, path, list(_lacks(path, need)), folder_bytes(path), can_fetch=False, remedy=remedy)
     path_of = hub_snapshot(need.name, cache)
     if path_of is None:
-        return Presence(need, hub_folder(need.name, cache), ["all of it"])
-    return Presence(need, path_of, list(_lacks(path_of)), folder_bytes(path_of))
+        return Presence(need, hub_folder(need.name, cache), ["a tokenizer" if need.only_tokenizer else "all of it"])
+    return Presence(need, path_of, list(_lacks(path_of, need)), folder_bytes(path_of))
 
 
-def _lacks(folder: Path) -> Iterator[str]:
+def _lacks(folder: Path, need: Need) -> Iterator[str]:
     """Yield what a model's directory lacks."""
-    if not (folder / "config.json").is_file():
+    if not need.only_tokenizer and not (folder / "config.json").is_file():
         yield "config.json"
     names = {path.name for path in folder.iterdir() if path.is_file()}  # a broken link is no file
     if not has_tokenizer(folder):
         yield "a tokenizer"
+    if need.only_tokenizer:
+        return
     try:
         wanted = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     except FileNotFoundError:

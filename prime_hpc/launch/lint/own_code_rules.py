@@ -2,14 +2,13 @@
 model that a reward asks: found and read, never imported."""
 
 import ast
-import importlib.util
 from collections.abc import Iterator
 from difflib import get_close_matches
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.env_files import own_rewards
+from prime_hpc.config.named_code import find_module
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.rows.reward_calls import is_class, written_signature, wrong_call
@@ -38,17 +37,6 @@ def _named(subject: Subject) -> Iterator[tuple[str, str]]:
     yield from ((key, name) for key, name in names if name is not None and is_import_path(name))
 
 
-def _find(module: str) -> ModuleSpec | None:
-    """Return where a module is, looked up without importing the packages above it."""
-    parts = module.split(".")
-    spec = importlib.util.find_spec(parts[0])  # also by the finders of editable installs
-    for number in range(1, len(parts)):
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        spec = PathFinder.find_spec(".".join(parts[: number + 1]), list(spec.submodule_search_locations))
-    return spec
-
-
 def _defines(tree: ast.Module, name: str) -> bool:
     """Return whether a module may have an attribute: anything in it that is not plain counts as yes."""
     for node in ast.walk(tree):
@@ -68,7 +56,7 @@ def _read(place: str) -> tuple[str, ast.Module] | str | None:
     path: str | None = place
     if not place.endswith(".py"):
         try:
-            spec = _find(place)
+            spec = find_module(place)
         except (ImportError, ValueError):  # a module that is loaded and says nothing of where it is from
             return None
         if spec is None:

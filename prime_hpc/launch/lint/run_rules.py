@@ -36,7 +36,7 @@ def groups(subject: Subject) -> Iterator[Finding]:
         for i, env in enumerate(orchestrator.env)
     ] or [(orchestrator.advantage, orchestrator.rollouts_per_example, "")]
     for advantage, size, where in each:
-        is_own = ":" in advantage.type  # nobody but the user knows
+        is_own = ":" in advantage.type and not advantage.has_greedy  # nobody but the user knows
         if size == 1 and (advantage.compares_rollouts or is_own):
             yield Finding(
                 "PH201",
@@ -243,15 +243,17 @@ def learning(subject: Subject) -> Iterator[Finding]:
 def curriculum(subject: Subject) -> Iterator[Finding]:
     """Pools that do nothing, or that a task cannot leave; a gate that rejects what the algorithm learns from."""
     orchestrator, key = subject.experiment.orchestrator, "orchestrator.curriculum.sampler"
-    each = [orchestrator.advantage_of(i).type for i in range(len(orchestrator.env))] or [orchestrator.advantage.type]
-    learns = {"gdpo": "single functions differ", "remax": "the greedy rollout's reward is another"}
+    each = [orchestrator.advantage_of(i) for i in range(len(orchestrator.env))] or [orchestrator.advantage]
+    learns = {a.type: "the greedy rollout's reward is another" for a in each if a.has_greedy}
+    learns |= {a.type: "single functions differ" for a in each if a.type == "gdpo"}
     for i, gate in enumerate(orchestrator.curriculum.gates):
-        if gate.type == "advantage_range" and (losing := [name for name in learns if name in each]):
+        if gate.type == "advantage_range" and learns:
+            loser, where = next(iter(learns.items()))
             yield Finding.warning(
                 "PH208",
                 f"orchestrator.curriculum.gates.{i}",
                 "advantage_range looks at the sum of the rewards: it rejects groups whose rewards add up to the same, "
-                f"though {losing[0]} has a signal where {learns[losing[0]]}",
+                f"though {loser} has a signal where {where}",
                 "leave it out; groups without any signal are told by orchestrator.advantage.zero",
             )
     sampler = orchestrator.curriculum.sampler

@@ -88,7 +88,7 @@ def _role_lines(plan: Plan) -> list[str]:
         f"trainer       {experiment.trainer.launcher}, {num_ranks} FSDP2 rank{'s' * (num_ranks > 1)}"
         f"{experiment.trainer.parallel_dims.suffix} on "
         f"{_span([ranks], ranks.num_nodes)}, {ranks.processes_per_node} a node; {_gpus([ranks])}; "
-        f"micro-batches of {experiment.micro_batch_tokens} tokens"
+        f"micro-batches of {experiment.micro_batch_tokens} tokens{words.looks(experiment)}"
     )
     if plan.placement.spares:
         lines.append(f"spare         {len(plan.placement.spares)} node(s) for the server of a lost one")

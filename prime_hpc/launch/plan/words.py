@@ -9,6 +9,7 @@ from prime_hpc.config.run_files import TINKER_URL
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.launch.estimate.epochs import epochs_line
+from prime_hpc.launch.estimate.forward_passes import looked_at_for
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.io.disk import size_text
 
@@ -64,9 +65,23 @@ def orchestrator_line(experiment: Experiment) -> str:
     own = "one for each run that trains; where it states nothing else: " if is_parent(experiment) else ""
     sizes = {orchestrator.group_size(i) for i in range(len(orchestrator.env))} or {orchestrator.rollouts_per_example}
     return (
-        f"{own}{experiment.num_prompts} prompts x {' or '.join(map(str, sorted(sizes)))} rollouts a step, "
+        f"{own}{experiment.num_prompts} prompts x {' or '.join(map(str, sorted(sizes)))} rollouts"
+        f"{_greedy(orchestrator)} a step, "
         f"{_in_flight(orchestrator)}, environments: {envs}{_of_teacher(experiment)}"
     )
+
+
+def looks(experiment: Experiment) -> str:
+    """Say that a batch is looked at before its first update, and for what; empty: it is not."""
+    keys = looked_at_for(experiment)
+    return f"; one more forward pass over each batch, for {' and '.join(keys)}" if keys else ""
+
+
+def _greedy(orchestrator: OrchestratorConfig) -> str:
+    """Say that prompts have a greedy rollout more, and of which environments; empty: none has."""
+    sources, num = orchestrator.greedy_sources, len(orchestrator.env)
+    own = f" (of {', '.join(orchestrator.env[i].label for i in sources)})" if len(sources) < num else ""
+    return f" and a greedy one{own}" if sources else ""
 
 
 def _of_teacher(experiment: Experiment) -> str:
