@@ -96,6 +96,7 @@ def test_a_pass_that_looks_at_each_batch_is_told_and_makes_another_calibration(t
     correction: dict[str, Any] = {"correction": {}}
     assert looked() == looked(loss=correction) == []
     assert looked(loss=correction, num_mini_batches=2) == ["trainer.loss.correction"]
+    assert looked(loss={"second_moment": 0.04}) == ["trainer.loss.second_moment"]
     normalized = {"correction": {"batch_normalize": True}, "top_entropy_quantile": 0.2}
     keys = ["trainer.loss.top_entropy_quantile", "trainer.loss.correction.batch_normalize"]
     assert looked(loss=normalized) == keys

@@ -14,4 +14,6 @@ def looked_at_for(experiment: Experiment) -> list[str]:
         keys.append("trainer.loss.correction.batch_normalize")
     elif correction is not None and trainer.num_mini_batches * trainer.epochs_per_batch > 1:
         keys.append("trainer.loss.correction")
+    if trainer.loss.second_moment is not None:
+        keys.append("trainer.loss.second_moment")
     return keys
