@@ -108,6 +108,42 @@ def test_the_time_limit_may_change() -> None:
     assert unknown.ends_at == now + 3600, "the controller was away at the start"
 
 
+def test_a_reservation_that_ends_before_the_limit_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    until: int | None = 600
+    now, over = float(int(time.time())), "0 min"
+
+    def ask(argv: list[str], *_: object) -> str:
+        if argv[2] == "config":
+            return f"Foo = x\nResvOverRun             = {over}\nBar = y"
+        if argv[2] == "reservation":
+            if until is None:
+                raise client.SlurmError(argv, 1, "Reservation r1 not found")
+            return f"ReservationName={argv[-1]} StartTime={now - 60:.0f} EndTime={now + until:.0f} Nodes=n1 Flags="
+        return shown("01:00:00", now + 3600) + " Reservation=r1"
+
+    for module in (client, time_limit):
+        monkeypatch.setattr(module, "run_slurm", ask)
+    limit = TimeLimit("7", now + 3600)
+    limit.look()
+    assert limit.ends_at == now + 600
+    limit.look()
+    assert limit.ends_at == now + 600, "asked again, the same"
+    over = "5 min"
+    limit.look()
+    assert limit.ends_at == now + 900, "the site lets jobs run on for 5 min"
+    over = "UNLIMITED"
+    limit.look()
+    assert limit.ends_at == now + 3600
+    over, until = "0 min", 7200
+    limit.look()
+    assert limit.ends_at == now + 3600, "extended beyond the limit"
+    until = 300
+    limit.look()
+    until = None
+    limit.look()
+    assert limit.ends_at == now + 300, "what is not known now changes nothing"
+
+
 def test_a_limit_that_changes_soon_after_the_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     now, first = float(int(time.time())), threading.Event()
 
