@@ -1,5 +1,5 @@
 """The job's time limit, which its owner or an admin may change while it runs: `scontrol update TimeLimit=...`; and the
-end of the reservation that it runs in, at which Slurm ends it as at the limit, but without a warning."""
+end of the reservation that it runs in."""
 
 import random
 import re
@@ -33,17 +33,9 @@ class TimeLimit:
         self._stated: str | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._reserved_until: float | None = None
-        self._limit_at = ends_at
-
-    @property
-    def ends_at(self) -> float | None:
-        """Epoch seconds at which Slurm ends the job: by its time limit, or with its reservation."""
-        return min((end for end in (self._limit_at, self._reserved_until) if end is not None), default=None)
-
-    @ends_at.setter
-    def ends_at(self, end: float | None) -> None:
-        self._limit_at = end
+        self.ends_at = ends_at
+        self.reserved_until: float | None = None
+        """When Slurm ends the job with its reservation, without a warning; None: never, or it is not known."""
 
     def start(self) -> None:
         """Begin to ask. Again: nothing."""
@@ -79,10 +71,7 @@ class TimeLimit:
         except SlurmError as error:
             logger.debug(f"when the job's reservation ends is unknown: {error}")
             return
-        known, self._reserved_until = self._reserved_until, min((end for end in ends if end is not None), default=None)
-        if self._reserved_until not in (None, known) and self.ends_at == self._reserved_until:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._reserved_until))
-            logger.info(f"the job ends with its reservation, before its time limit: at {when}")
+        self.reserved_until = min((end for end in ends if end is not None), default=None)
 
     def update(self, parts: Sequence[ShownJob]) -> None:
         """Take what Slurm says of the job's components.
@@ -93,13 +82,13 @@ class TimeLimit:
         if parts[0].state != "RUNNING":
             return
         stated, end = ", ".join(part.time_limit for part in parts), first_end(parts)
-        known, before, self._stated = self._limit_at, self._stated, stated
+        known, before, self._stated = self.ends_at, self._stated, stated
         is_new = before is not None and stated != before
         if not is_new and (end is None or (known is not None and end < known + SLACK_S)):
             return
         if known == end or (end is not None and known is not None and abs(end - known) < SLACK_S):
             return
-        self._limit_at = end
+        self.ends_at = end
         when = "never" if end is None else f"at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(end))}"
         what = "is known now" if known is None and before is None else "has changed"
         logger.info(f"the time limit {what} ({stated}): the job ends {when}")

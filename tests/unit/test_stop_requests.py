@@ -108,7 +108,7 @@ def test_the_time_limit_may_change() -> None:
     assert unknown.ends_at == now + 3600, "the controller was away at the start"
 
 
-def test_a_reservation_that_ends_before_the_limit_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_made_before_the_jobs_reservation_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     until: int | None = 600
     now, over = float(int(time.time())), "0 min"
 
@@ -123,25 +123,30 @@ def test_a_reservation_that_ends_before_the_limit_ends_the_job(monkeypatch: pyte
 
     for module in (client, time_limit):
         monkeypatch.setattr(module, "run_slurm", ask)
-    limit = TimeLimit("7", now + 3600)
-    limit.look()
-    assert limit.ends_at == now + 600
-    limit.look()
-    assert limit.ends_at == now + 600, "asked again, the same"
+    one = controls(tmp_path, left_s=3600)
+    limit = one._limit
+    assert limit is not None
+
+    def look() -> tuple[float | None, int]:
+        limit.look()
+        one._next_look = 0.0
+        assert one.poll() is None and limit.ends_at is not None and limit.ends_at >= now + 3600, "the run goes on"
+        return limit.reserved_until, one.num_saves
+
+    assert look() == (now + 600, 0)
     over = "5 min"
-    limit.look()
-    assert limit.ends_at == now + 900, "the site lets jobs run on for 5 min"
+    assert look() == (now + 900, 0), "the site lets jobs run on for 5 min"
     over = "UNLIMITED"
-    limit.look()
-    assert limit.ends_at == now + 3600
+    assert look() == (None, 0)
     over, until = "0 min", 7200
-    limit.look()
-    assert limit.ends_at == now + 3600, "extended beyond the limit"
-    until = 300
-    limit.look()
+    assert look() == (now + 7200, 0), "behind the time limit"
+    until = 50
+    assert look() == (now + 50, 1)
+    assert look() == (now + 50, 1), "once"
+    until = 55
+    assert look() == (now + 55, 2), "extended"
     until = None
-    limit.look()
-    assert limit.ends_at == now + 300, "what is not known now changes nothing"
+    assert look() == (now + 55, 2), "what is not known now changes nothing"
 
 
 def test_a_limit_that_changes_soon_after_the_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
