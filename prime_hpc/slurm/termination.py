@@ -189,7 +189,8 @@ def parse_termination(
     if again:
         return Verdict("requeued", "put back into the queue (scontrol requeue, or a lost node)", True)
     if words == "TIME LIMIT" or past_limit or state == "TIMEOUT" or job.reason == "TimeLimit":
-        return Verdict("requeued", "the time limit was reached before everything was saved", False)
+        limit = "the time limit, or its reservation's end," if job.reservation else "the time limit"
+        return Verdict("requeued", f"{limit} was reached before everything was saved", False)
     # `PreemptTime=None` denies it; a Slurm that prints no such field leaves it open
     if words is None and "CANCEL" in mode and state != "CANCELLED" and not job.preempt_time:
         return Verdict("preempted", "preempted, or cancelled, in a partition that cancels preempted jobs", False)

@@ -1,13 +1,16 @@
-"""The job's time limit, which its owner or an admin may change while it runs: `scontrol update TimeLimit=...`."""
+"""The job's time limit, which its owner or an admin may change while it runs: `scontrol update TimeLimit=...`; and the
+end of the reservation that it runs in."""
 
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence
 
 from loguru import logger
 
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, ShownJob, SlurmError, first_end, show_job
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, ShownJob, SlurmError, field, first_end, run_slurm, show_job
+from prime_hpc.slurm.times import parse_time
 
 LOOK_S = 150.0
 FIRST_LOOK_S = 15.0
@@ -31,6 +34,8 @@ class TimeLimit:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.ends_at = ends_at
+        self.reserved_until: float | None = None
+        """When Slurm ends the job with its reservation, without a warning; None: never, or it is not known."""
 
     def start(self) -> None:
         """Begin to ask. Again: nothing."""
@@ -58,6 +63,15 @@ class TimeLimit:
             logger.debug(f"whether the time limit has changed is unknown: {error}")
             return
         self.update(parts)
+        self._look_at_reservation(parts, timeout_s)
+
+    def _look_at_reservation(self, parts: Sequence[ShownJob], timeout_s: float) -> None:
+        try:
+            ends = [_reservation_end(name, timeout_s) for name in {part.reservation for part in parts} if name]
+        except SlurmError as error:
+            logger.debug(f"when the job's reservation ends is unknown: {error}")
+            return
+        self.reserved_until = min((end for end in ends if end is not None), default=None)
 
     def update(self, parts: Sequence[ShownJob]) -> None:
         """Take what Slurm says of the job's components.
@@ -78,3 +92,14 @@ class TimeLimit:
         when = "never" if end is None else f"at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(end))}"
         what = "is known now" if known is None and before is None else "has changed"
         logger.info(f"the time limit {what} ({stated}): the job ends {when}")
+
+
+def _reservation_end(name: str, timeout_s: float) -> float | None:
+    """Return when a site ends the jobs of a reservation, epoch seconds; None: never, or it is not known.
+    Raises SlurmError: Slurm does not say, or there is no such reservation (any more)."""
+    end = parse_time(field(run_slurm(["scontrol", "show", "reservation", "--oneliner", name], timeout_s), "EndTime"))
+    config = run_slurm(["scontrol", "show", "config"], timeout_s)
+    over = re.search(r"^ResvOverRun\s*=\s*(\w+)", config, re.MULTILINE)
+    if end is None or over is None or not over[1].isdigit():  # UNLIMITED: jobs run on behind it
+        return None
+    return end + 60.0 * int(over[1])

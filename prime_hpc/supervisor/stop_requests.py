@@ -85,6 +85,8 @@ class Controls:
         self._log = JobLog()
         self._warned = self._asked_at_warning = self._saves_in_doubt = False
         self._asking_s = 0.0
+        self._saved_for: float | None = None
+        """The end of the reservation before which a save was asked for."""
         self._lead_s = lead_s
         self.needs_s = needs_s
         self._signals: list[int] = []
@@ -192,6 +194,7 @@ class Controls:
         self._next_look = time.monotonic() + LOOK_S
         if self._warned and (request := self._of_grace()) is not None:
             return request
+        self._save_before_reservation_ends()
         return self._of_files() or self._of_limit()
 
     def cancelled(self, outcome: str | None = None) -> StopRequest | None:
@@ -335,12 +338,27 @@ class Controls:
         left = end - time.time()  # the questions took time
         return StopRequest(f"preempted, with {left:.0f} s of grace", "preempted", 0, True, max(5.0, left))
 
+    def _save_before_reservation_ends(self) -> None:
+        """Have a save made, once, and go on: a job that came back now would get the rest of the reservation again."""
+        end = None if self._limit is None else self._limit.reserved_until
+        if end is None or end == self._saved_for or end - time.time() > self._near_s:
+            return
+        self._saved_for = end
+        if self._ends_at is None or end < self._ends_at:
+            logger.warning(f"the job's reservation ends in {end - time.time():.0f} s, and the job with it: saving")
+            self.num_saves += 1
+
+    @property
+    def _near_s(self) -> float:
+        """So long before its end an attempt has to be saving."""
+        return max(min(self._lead_s, 60.0), self.needs_s() + LIMIT_MARGIN_S)
+
     def _of_limit(self) -> StopRequest | None:
         """Ask for the end by the measured time: the signal comes a minute early or late, and its lead is a guess."""
         if self._ends_at is None:
             return None
         left = self._ends_at - time.time()
-        if left > max(min(self._lead_s, 60.0), self.needs_s() + LIMIT_MARGIN_S):
+        if left > self._near_s:
             return None
         reason = f"{left:.0f} s before the time limit: one more step and a save may not fit"
         return StopRequest(reason, "requeued", 0, True, self._budget())

@@ -108,6 +108,47 @@ def test_the_time_limit_may_change() -> None:
     assert unknown.ends_at == now + 3600, "the controller was away at the start"
 
 
+def test_a_save_is_made_before_the_jobs_reservation_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    until: int | None = 600
+    now, over = float(int(time.time())), "0 min"
+
+    def ask(argv: list[str], *_: object) -> str:
+        if argv[2] == "config":
+            return f"Foo = x\nResvOverRun             = {over}\nBar = y"
+        if argv[2] == "reservation":
+            if until is None:
+                raise client.SlurmError(argv, 1, "Reservation r1 not found")
+            return f"ReservationName={argv[-1]} StartTime={now - 60:.0f} EndTime={now + until:.0f} Nodes=n1 Flags="
+        return shown("01:00:00", now + 3600) + " Reservation=r1"
+
+    for module in (client, time_limit):
+        monkeypatch.setattr(module, "run_slurm", ask)
+    one = controls(tmp_path, left_s=3600)
+    limit = one._limit
+    assert limit is not None
+
+    def look() -> tuple[float | None, int]:
+        limit.look()
+        one._next_look = 0.0
+        assert one.poll() is None and limit.ends_at is not None and limit.ends_at >= now + 3600, "the run goes on"
+        return limit.reserved_until, one.num_saves
+
+    assert look() == (now + 600, 0)
+    over = "5 min"
+    assert look() == (now + 900, 0), "the site lets jobs run on for 5 min"
+    over = "UNLIMITED"
+    assert look() == (None, 0)
+    over, until = "0 min", 7200
+    assert look() == (now + 7200, 0), "behind the time limit"
+    until = 50
+    assert look() == (now + 50, 1)
+    assert look() == (now + 50, 1), "once"
+    until = 55
+    assert look() == (now + 55, 2), "extended"
+    until = None
+    assert look() == (now + 55, 2), "what is not known now changes nothing"
+
+
 def test_a_limit_that_changes_soon_after_the_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     now, first = float(int(time.time())), threading.Event()
 
