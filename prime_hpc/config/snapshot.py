@@ -5,18 +5,20 @@
     run.yaml             the resolved tree
     secrets/             its keys and tokens, readable by their owner alone; the other files name these
     configs/<role>.toml  the role's view; `rl --trainer @ configs/trainer.toml --orchestrator @ ...` loads them
-    lock.json            code version, installed packages, command line, time, host
+    lock.json            code version, installed packages (also the engines' own), command line, time, host
 """
 
 import json
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.absolute import from_the_root
+from prime_hpc.config.engine_groups import SECTIONS
 from prime_hpc.config.errors import ConfigError, Origin
 from prime_hpc.config.experiment import ALONE, COMPONENTS, Experiment
 from prime_hpc.config.renamed_keys import renew
@@ -45,6 +47,8 @@ class Shared:
     """Text of every `lock.json`; with the working tree's diff it can be a megabyte."""
     lock_file: Path | None = None
     """A file with this text on the same file system: linked instead of written again."""
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """An interpreter of engines' own (`inference.python`) -> its part of the lock."""
     texts: dict[tuple[str, str, str], str] = field(default_factory=dict)
     """(role of a TOML, or `yaml`; top-level key; its value as JSON) -> its part of the file."""
 
@@ -77,8 +81,9 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
                 target.unlink(missing_ok=True)  # of an earlier attempt: loading it would switch the section on
             else:
                 write_atomic(target, _dump_toml(view, component, shared.texts), sync=sync)
-        if not _link(shared.lock_file, run_dir / LOCK_JSON):
-            write_atomic(run_dir / LOCK_JSON, without_known(shared.lock), sync=sync)
+        lock = _with_engines(exp, shared)
+        if lock != shared.lock or not _link(shared.lock_file, run_dir / LOCK_JSON):
+            write_atomic(run_dir / LOCK_JSON, without_known(lock), sync=sync)
         # last: a run directory with it is whole
         write_atomic(run_dir / RUN_YAML, _dump_yaml(tree, shared.texts), sync=sync)
 
@@ -91,6 +96,27 @@ def share(command: list[str], folder: Path | None = None) -> Shared:
         return Shared(lock)
     write_atomic(folder / LOCK_JSON, lock)
     return Shared(lock, folder / LOCK_JSON)
+
+
+def _with_engines(exp: Experiment, shared: Shared) -> str:
+    """Return the lock with the environments of engines that have one of their own, by their section."""
+    pythons = {}
+    for section in SECTIONS.values():
+        if (servers := getattr(exp, section)) is not None and servers.python is not None:
+            own = shared.environments.get(servers.python) or _environment_of(servers.python)
+            pythons[section] = shared.environments[servers.python] = own
+    return json.dumps(json.loads(shared.lock) | {"engines": pythons}, indent=1) + "\n" if pythons else shared.lock
+
+
+def _environment_of(executable: str) -> dict[str, Any]:
+    """Return what is in an interpreter's own environment, as its folders tell: it may be one of the nodes alone, and
+    is not started. `packages` is empty, and `python` null, where these cannot be seen."""
+    folders = sorted(Path(executable).parent.parent.glob("lib/python3*/site-packages"))
+    packages: dict[str, str] = {}
+    with suppress(OSError):
+        packages = _packages(list(map(str, folders))) if folders else {}
+    python = folders[0].parent.name.removeprefix("python") if folders else None
+    return {"executable": executable, "python": python, "packages": packages}
 
 
 def _link(source: Path | None, target: Path) -> bool:
@@ -221,7 +247,8 @@ def gather_lock(command: list[str]) -> dict[str, Any]:
     """Collect what a run was made with. Takes well under a second and imports nothing heavy.
 
     Keys: `command`, `time` (UTC, ISO 8601), `host`, `cwd`, `python`, `executable`, `platform`, `packages`
-    (name -> version), `git` (`sha`, `status`, `diff`, `diff_truncated`; null outside a checkout).
+    (name -> version), `git` (`sha`, `status`, `diff`, `diff_truncated`; null outside a checkout). In a run directory
+    also `engines` (section -> `executable`, `python`, `packages`) of those with an environment of their own.
     """
     import platform
     import socket
@@ -236,16 +263,16 @@ def gather_lock(command: list[str]) -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "git": _git_state(Path(__file__).resolve().parents[2]),
-        "packages": _packages(),
+        "packages": _packages(sys.path),
     }
 
 
-def _packages() -> dict[str, str]:
-    """Installed distributions by name, as importlib.metadata finds them."""
+def _packages(folders: list[str]) -> dict[str, str]:
+    """Distributions installed in folders by name, as importlib.metadata finds them."""
     from importlib.metadata import distributions
 
     found: dict[str, str] = {}
-    for distribution in distributions():
+    for distribution in distributions(path=folders):
         # Two header lines by hand: the e-mail parser behind `.metadata` takes 1 ms a package.
         try:
             text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, STOP
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML, STOP
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.snapshot import read_experiment
@@ -23,7 +23,7 @@ from prime_hpc.launch.checks import check
 from prime_hpc.launch.child_commands import follow_parent
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
 from prime_hpc.launch.lint.attention_rules import REMEDY, flash_problem
-from prime_hpc.launch.monitor.diff import config_changes, flatten, stated_config
+from prime_hpc.launch.monitor.diff import config_changes, flatten, package_changes, stated_config
 from prime_hpc.launch.monitor.run_progress import line_of
 from prime_hpc.slurm.submission_record import LOCK
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere, saved_claims
@@ -31,11 +31,13 @@ from prime_hpc.store.checkpoint.newest import read_pointer
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.model.config import read_config
+from prime_hpc.store.run_dirs import read_json
 from prime_hpc.store.run_paths import RunPaths, list_steps, refuse_other_owner
 from prime_hpc.supervisor.attempt.start import run_paths
 
 MOST_CHANGES = 20
 """Keys of a run that goes on that are named."""
+MOST_PACKAGES = 8
 MOST_CHARACTERS = 200
 """Of a value of theirs."""
 _OF_THE_START = ("clean", "ckpt.resume_step", "launch", "output_dir", "name")
@@ -82,15 +84,17 @@ def write(loaded: Loaded, run_dir: Path, *, is_in_job: bool = False) -> None:
             follow_parent(loaded.experiment, run_dir)
         if not is_in_job:
             (run_dir / STOP).unlink(missing_ok=True)
-        before: Any = {}
+        before, lock = dict[str, Any](), dict[str, Any]()
         known: dict[str, Any] = {}
         with suppress(ConfigError, ValueError):  # a damaged one is replaced
             before = stated_config(run_dir) if (run_dir / ATTEMPTS_JSONL).exists() else {}
+            lock = read_json(run_dir / LOCK_JSON) or {}
             known = flatten(read_experiment(run_dir / RUN_YAML).model_dump(mode="json")) if before else {}
         write_snapshot(loaded.experiment, run_dir, sys.argv)
         if before:
             changes = config_changes(before, stated_config(run_dir), but=_OF_THE_START)
             _tell_changes({key: pair for key, pair in changes.items() if not _is_of_version(known, key, pair)})
+            _tell_packages(package_changes(lock, read_json(run_dir / LOCK_JSON) or {}) if lock else {})
     except OSError as error:
         raise ConfigError(f"{run_dir} cannot be written: {error.strerror}", "output_dir") from error
 
@@ -111,6 +115,17 @@ def _tell_changes(changes: Mapping[str, Sequence[object]]) -> None:
         print(f"changed since this run was last started: {key}: {words}", file=sys.stderr)
     if len(changes) > MOST_CHANGES:
         print(f"and {len(changes) - MOST_CHANGES} more keys, all of them in run.yaml", file=sys.stderr)
+
+
+def _tell_packages(changes: Mapping[str, Sequence[object]]) -> None:
+    """Say which packages are others than those of the run so far: the ones that compute first."""
+    weighs = ("vllm", "torch", "transformers", "verifiers")
+    names = sorted(changes, key=lambda name: name.partition(" (")[0] not in weighs)
+    if names:
+        versions = {name: " -> ".join(str(v or "none") for v in changes[name]) for name in names[:MOST_PACKAGES]}
+        told = ", ".join(f"{name} {text}" for name, text in versions.items())
+        more = f" and {len(names) - MOST_PACKAGES} more" if len(names) > MOST_PACKAGES else ""
+        print(f"packages changed since this run was last started: {told}{more}", file=sys.stderr)
 
 
 def _shortened(text: str) -> str:

@@ -119,6 +119,25 @@ def test_lock_knows_a_package_whose_authors_name_is_no_utf_8(tmp_path: Path, mon
     assert snapshot.gather_lock(["rl"])["packages"]["old"] == "1.0"
 
 
+def test_lock_has_the_packages_of_the_engines_own_environment(tmp_path: Path) -> None:
+    """Read in its folders: nobody starts its interpreter, which is none here."""
+    there = tmp_path / "engines" / "lib" / "python3.12" / "site-packages" / "vllm-0.11.0.dist-info"
+    there.mkdir(parents=True)
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.11.0\n")
+    judge = {"model": "a/judge", "python": "/no/python"}
+    tree = {**TREE, "inference": {"python": str(tmp_path / "engines/bin/python")}, "judge_inference": judge}
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    shared = snapshot.share(["sweep"], folder)
+    write_snapshot(Experiment.model_validate(TREE), folder / "0", [], shared)
+    write_snapshot(Experiment.model_validate(tree), folder / "1", [], shared)
+    plain, own = (json.loads((folder / name / "lock.json").read_text()) for name in "01")
+    assert own == plain | {"engines": own["engines"]} and (folder / "0" / "lock.json").samefile(folder / "lock.json")
+    assert own["engines"]["inference"]["packages"] == {"vllm": "0.11.0"}
+    assert own["engines"]["inference"]["python"] == "3.12"
+    assert own["engines"]["judge_inference"] == {"executable": "/no/python", "python": None, "packages": {}}
+
+
 def test_lock_names_the_commit_of_a_checkout_that_is_another_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

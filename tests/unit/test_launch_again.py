@@ -13,6 +13,7 @@ import pytest
 from prime_hpc import cli
 from prime_hpc.config import ConfigError, load_experiment, load_run
 from prime_hpc.evals.episodes import results_file
+from prime_hpc.inference import environment
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row, write_attempt
@@ -88,6 +89,35 @@ def test_what_is_asked_otherwise_of_a_run_that_goes_on_is_named(
     assert load_run(run_dir).orchestrator.env[0].args == {"max_words": 4}
     (run_dir / "run.yaml").write_bytes(b"kind: \xff")
     prepare_run(loaded(tmp_path, model, **again, orchestrator=envs(max_words=4)))
+
+
+def test_packages_that_are_others_than_before_are_named_also_those_of_the_engines(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "problem_of", lambda *_: "")  # its interpreter is none
+
+    def lock(**changes: Any) -> None:
+        file = run_dir / "lock.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    there = tmp_path / "engines" / "lib" / "python3.12" / "site-packages" / "vllm-2.0.dist-info"
+    there.mkdir(parents=True)
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 2.0\n")
+    tree: dict[str, Any] = {"orchestrator": {"env": [{"id": "reverse-text"}]}}
+    tree["inference"] = {"python": str(tmp_path / "engines/bin/python")}
+    run_dir = prepare_run(loaded(tmp_path, model, ckpt={}, **tree))
+    attempt = begin(run_dir / "attempts.jsonl", incarnation=1, why="test", resume_step=None, job_id=None)
+    attempt.ended = time.time()
+    write_attempt(run_dir / "attempts.jsonl", attempt)
+    tree["ckpt"] = {"resume_step": "latest"}
+    prepare_run(loaded(tmp_path, model, **tree))
+    assert capsys.readouterr().err == ""
+    packages = json.loads((run_dir / "lock.json").read_text())["packages"]
+    old = dict.fromkeys(map(str, range(10)), "1")
+    lock(packages=packages | old, engines={"inference": {"packages": {"vllm": "1.0"}}, "teacher_inference": {}})
+    prepare_run(loaded(tmp_path, model, **tree))
+    told = ", ".join(["vllm (inference.python) 1.0 -> 2.0", *(f"{i} 1 -> none" for i in range(7))])
+    assert capsys.readouterr().err == f"packages changed since this run was last started: {told} and 3 more\n"
 
 
 def test_what_another_version_of_the_suite_writes_otherwise_was_not_changed(

@@ -48,12 +48,24 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
         "runs": [str(a), str(b)],
         "config": config,
         "code": _code([lock.get("git") or {} for lock in locks]),
-        "packages": differences(*(lock.get("packages") or {} for lock in locks)),
+        "packages": package_changes(*locks),
         "environment": differences(*({k: lock.get(k) for k in _LOCK_KEYS} for lock in locks)),
         "command": [lock.get("command") for lock in locks],
         "figures": beside(run_figures(a), run_figures(b)),
         "missing": missing,
     }
+
+
+def package_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
+    """Return the packages that differ between two locks, by name -> [a's, b's version]; those of the engines' own
+    environments, where both locks know them, as `NAME (inference.python)`."""
+    found = differences(*(lock.get("packages") or {} for lock in (a, b)))
+    engines = [lock.get("engines") or {} for lock in (a, b)]
+    for section in engines[0].keys() & engines[1].keys():
+        own = [engine[section].get("packages") or {} for engine in engines]
+        if all(own):
+            found |= {f"{name} ({section}.python)": pair for name, pair in differences(*own).items()}
+    return found
 
 
 def compare_files(a: Path, b: Path) -> dict[str, Any]:
