@@ -77,7 +77,8 @@ def encode(old: Bytes, new: Bytes, itemsize: int) -> Change:
     if not len(changed):
         return Change(0, memoryview(b""), total)
     before = old.view(dtype)
-    gaps = np.diff(changed, prepend=0).astype("<u4")
+    gaps = changed.astype("<u4")
+    gaps[1:] -= gaps[:-1].copy()
     values = new.view(dtype)[changed]
     difference = values - before[changed]
     before[changed] = values

@@ -23,8 +23,12 @@ def test_a_reload_warns_of_layers_whose_weights_did_not_come_alone(monkeypatch: 
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     worker: Any = PolicyWorker.__new__(PolicyWorker)
-    worker.vllm_config = SimpleNamespace(additional_config={})
+    # experts that move: where a tensor goes is not remembered
+    parallel = SimpleNamespace(enable_eplb=True)
+    worker.vllm_config = SimpleNamespace(additional_config={}, quant_config=None, parallel_config=parallel)
+    counted = layerwise.get_numel_loaded
     worker.policy_start()
+    assert layerwise.get_numel_loaded is counted
     layerwise.logger.addHandler(handler)
     try:
         for layer in ("RotaryEmbedding", "YaRNScalingRotaryEmbedding", "QKVParallelLinear"):

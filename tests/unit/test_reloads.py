@@ -102,6 +102,48 @@ def test_what_a_model_writes_by_itself_arrives_where_it_was() -> None:
         assert torch.equal(model.rotary.get_buffer("table"), torch.ones(5))
 
 
+class Loaded(nn.Module):
+    """Its parameters' loader is its own, as with vLLM's layers; `shared` calls another layer's."""
+
+    def __init__(self, shared: "Loaded | None" = None) -> None:
+        super().__init__()
+        self.shared = [shared]  # no submodule
+        self.weight = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.weight.weight_loader = self.load  # type: ignore[attr-defined]
+
+    def load(self, param: nn.Parameter, loaded: torch.Tensor, shard: str | None = None) -> bool:
+        if self.shared[0] is not None:
+            weight: Any = self.shared[0].weight
+            weight.weight_loader(weight, loaded, shard)
+        rows = {"top": slice(0, 1), "rest": slice(1, 4), None: slice(None)}[shard]
+        param.data[rows].copy_(loaded)
+        return True
+
+
+def test_what_a_loader_fills_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first reload: each shard has its count, and of a loader that calls another one nothing is remembered."""
+    counted: list[tuple[int, object]] = []
+
+    def count(*args: Any) -> tuple[int, object]:
+        counted.append(vllms(*args))
+        return counted[-1]
+
+    vllms = layerwise.get_numel_loaded
+    monkeypatch.setitem(vars(layerwise), "get_numel_loaded", reloads.remembering(count))
+    plain, other = Loaded(), Loaded()
+    model = nn.ModuleList([plain, other, Loaded(shared=other)])
+    record_metadata_for_reloading(model)
+    for value, expected in ((2.0, [3, 9, 12, 12]), (5.0, [12])):
+        counted.clear()
+        initialize_layerwise_reload(model)
+        for layer, rows, shard in ((plain, 1, "top"), (plain, 3, "rest"), (model[2], 4, None)):
+            weight: Any = layer.weight
+            assert weight.weight_loader(weight, torch.full((rows, 3), value), shard) is True
+        reloads.finish(model, None)
+        assert [number for number, _ in counted] == expected
+        assert all(torch.equal(parameter, torch.full((4, 3), value)) for parameter in model.parameters())
+
+
 def test_a_layer_that_got_nothing_is_named() -> None:
     model = Model()
     record_metadata_for_reloading(model)

@@ -6,8 +6,9 @@ silence, and the layer goes on with the weights of the version before.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_size, get_la
 WRITES_BY_ITSELF = frozenset({"GptOssForCausalLM"})
 """Classes whose code does so: with experts, their biases and the sinks of attention."""
 SHOWN = 3
+_PLAIN = (torch.Size, int, str, type(None))
 _finalize = layerwise.finalize_layerwise_reload
 
 
@@ -30,6 +32,41 @@ class NotLoadedError(RuntimeError):
 def check_every_reload() -> None:
     """Let vLLM's own reloads end with `NotLoadedError` where a layer got nothing; does nothing a second time."""
     vars(inplace)["finalize_layerwise_reload"] = finish
+
+
+def count_once() -> None:
+    """Let vLLM's reloads remember how many elements each tensor fills; does nothing a second time.
+
+    To count them it tries every loader on memory that is none, tensor by tensor, at each reload: with many small
+    experts 40 % of it. Not where a tensor may go elsewhere the next time: experts that move, quantized weights.
+    """
+    counted = layerwise.get_numel_loaded
+    if counted.__module__ != __name__:
+        vars(layerwise)["get_numel_loaded"] = remembering(counted)
+
+
+def remembering(count: Callable[..., tuple[int, object]]) -> Callable[..., tuple[int, object]]:
+    """Return vLLM's `get_numel_loaded` with a memory: by the layer's own loader, the shapes and the plain arguments. A
+    loader that calls another one, as that of shared memory, is called again: the other one notes what comes."""
+    known: dict[tuple[Any, ...], tuple[int, object]] = {}
+    num_calls = 0
+
+    def get_numel_loaded(weight_loader: Callable[..., object], args: inspect.BoundArguments) -> tuple[int, object]:
+        nonlocal num_calls
+        num_calls += 1
+        values = [value.shape if isinstance(value, torch.Tensor) else value for value in args.arguments.values()]
+        if not isinstance(weight_loader, MethodType) or not all(isinstance(value, _PLAIN) for value in values):
+            return count(weight_loader, args)  # what is made anew each time would stay here
+        key = (weight_loader, *values)
+        found = known.get(key)
+        if found is None:
+            before = num_calls
+            found = count(weight_loader, args)
+            if num_calls == before:
+                known[key] = found
+        return found
+
+    return get_numel_loaded
 
 
 def finish(model: torch.nn.Module, config: Any) -> None:

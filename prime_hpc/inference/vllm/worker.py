@@ -65,6 +65,8 @@ class PolicyWorker:
 
         logging.getLogger(_RELOADS).addFilter(_is_about_weights)
         reloads.check_every_reload()
+        if self.vllm_config.quant_config is None and not self.vllm_config.parallel_config.enable_eplb:
+            reloads.count_once()
         if _wants_float32_routers(self.vllm_config):
             routing.check_gates(self.model_runner.get_model())
         if not current_platform.is_cpu():
