@@ -21,6 +21,7 @@ GRACE_TIMEOUT_S = 15.0
 """Of questions about a job that runs on: a controller that preempts many answers late, and there is time."""
 LIMIT_SLACK_S = 15.0
 """Slurm ends a job up to so long after (and its clock may be so far before) the time limit."""
+AT_LIMIT = "the time limit was reached before everything was saved"
 _CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT [^\s*]+(.*?) \*\*\*")
 _DUE_TO = re.compile(r" DUE to SIGNAL | DUE TO (PREEMPTION|TIME LIMIT|JOB REQUEUE|NODE FAILURE)(?:,|$)")
 """Additions of slurmstepd: `SIGNAL` is a plain scancel, which Slurm before 25.05 does not explain at all."""
@@ -189,8 +190,7 @@ def parse_termination(
     if again:
         return Verdict("requeued", "put back into the queue (scontrol requeue, or a lost node)", True)
     if words == "TIME LIMIT" or past_limit or state == "TIMEOUT" or job.reason == "TimeLimit":
-        limit = "the time limit, or its reservation's end," if job.reservation else "the time limit"
-        return Verdict("requeued", f"{limit} was reached before everything was saved", False)
+        return Verdict("requeued", AT_LIMIT, False)
     # `PreemptTime=None` denies it; a Slurm that prints no such field leaves it open
     if words is None and "CANCEL" in mode and state != "CANCELLED" and not job.preempt_time:
         return Verdict("preempted", "preempted, or cancelled, in a partition that cancels preempted jobs", False)

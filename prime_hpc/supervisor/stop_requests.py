@@ -18,7 +18,14 @@ from loguru import logger
 from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
-from prime_hpc.slurm.termination import END_TIMEOUT_S, JobLog, cancelled_component, granted_until, why_terminated
+from prime_hpc.slurm.termination import (
+    AT_LIMIT,
+    END_TIMEOUT_S,
+    JobLog,
+    cancelled_component,
+    granted_until,
+    why_terminated,
+)
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
@@ -261,8 +268,10 @@ class Controls:
             with self._asking():
                 end = why_terminated(job.job_id, job.restarts, self._began, self._ends_at, job.all_hosts, said)
             save = end.outcome not in ("interrupted", "node_lost")
+            is_reserved = end.reason == AT_LIMIT and self._saved_for is not None and time.time() >= self._saved_for
+            reason = "its reservation ended before everything was saved" if is_reserved else end.reason
             self._of_slurm = StopRequest(
-                end.reason, end.outcome, 128 + number, save, self._budget(), end.by_slurm, end.nodes
+                reason, end.outcome, 128 + number, save, self._budget(), end.by_slurm, end.nodes
             )
         return self._of_slurm
 

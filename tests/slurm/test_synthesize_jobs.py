@@ -39,10 +39,10 @@ def test_prompts_are_answered_on_two_nodes_by_one_job_that_survives_a_requeue(cl
             "drop_duplicates": False,
             "shard_rows": 150,
         },
-        "inference": {"data_parallel_size": 2, "pipeline_parallel_size": 8},
+        "inference": {"data_parallel_size": 2, "pipeline_parallel_size": 2},
         "slurm": {
             "site": "devcluster",
-            "gpus_per_node": 8,
+            "gpus_per_node": 2,
             "env": {"PYTHONPATH": f"{ROOT}/tests/support/scripted_engines:{ROOT}"},
         },
     }

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config.run_files import SAVE, STOP
-from prime_hpc.slurm import client, time_limit
+from prime_hpc.slurm import client, termination, time_limit
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import parse_shown
+from prime_hpc.slurm.termination import AT_LIMIT
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
+from prime_hpc.supervisor import stop_requests
 from prime_hpc.supervisor.stop_requests import Controls
 from tests.support.shown_job import shown
 
@@ -147,6 +149,12 @@ def test_a_save_is_made_before_the_jobs_reservation_ends(tmp_path: Path, monkeyp
     assert look() == (now + 55, 2), "extended"
     until = None
     assert look() == (now + 55, 2), "what is not known now changes nothing"
+    monkeypatch.setattr(stop_requests, "why_terminated", lambda *_: termination.Verdict("requeued", AT_LIMIT, False))
+    one._saved_for = now  # it is over
+    one._signals.append(signal.SIGTERM)
+    request = one.poll()
+    assert request is not None and (request.outcome, request.save) == ("requeued", True)
+    assert request.reason == "its reservation ended before everything was saved"
 
 
 def test_a_limit_that_changes_soon_after_the_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
