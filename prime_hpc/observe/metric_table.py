@@ -224,8 +224,10 @@ ORCHESTRATOR: dict[str, Family] = {
         "stat",
         of={"lag/mean": "mean", "lag/max": "max"},
     ),
-    "orchestrator_episodes_per_second": gauge("Episodes that ended.", of="episodes/per_second"),
-    "orchestrator_sampled_tokens_per_second": gauge("Tokens sampled.", of="tokens/sampled_per_second"),
+    "orchestrator_episodes_per_second": gauge("Episodes that ended, greedy ones too.", of="episodes/per_second"),
+    "orchestrator_sampled_tokens_per_second": gauge(
+        "Tokens sampled, with those of greedy rollouts.", of="tokens/sampled_per_second"
+    ),
     "orchestrator_usable_episodes": gauge(
         "Episodes since the last batch that may be trained on.", of="episodes/usable"
     ),

@@ -61,7 +61,7 @@ class StepStats:
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def add_episode(self, episode: Episode, *, is_greedy: bool = False) -> None:
-        """One training episode ended; a greedy one is counted by itself."""
+        """One training episode ended; a greedy one is counted by itself, but for what the engines do a second."""
         if is_greedy:
             self._greedy, self._greedy_tokens = self._greedy + 1, self._greedy_tokens + episode.num_sampled_tokens
             return
@@ -94,10 +94,10 @@ class StepStats:
         row |= {
             "episodes/usable": self._usable,
             "episodes/truncated": self._truncated,
-            "episodes/per_second": sum(self._states.values()) / seconds,
+            "episodes/per_second": (sum(self._states.values()) + self._greedy) / seconds,
             "tokens/prompt": self._prompt_tokens,
             "tokens/sampled": self._sampled_tokens,
-            "tokens/sampled_per_second": self._sampled_tokens / seconds,
+            "tokens/sampled_per_second": (self._sampled_tokens + self._greedy_tokens) / seconds,
             "time/step": seconds,
         }
         if self._greedy:

@@ -51,21 +51,26 @@ LOSSES = [
     {
         "type": "reinforce",
         "normalize": "sequence",
-        "correction": {"level": "geometric"},
+        "correction": {"level": "geometric", "high": 1.05, "batch_normalize": True},
         "second_moment": 0.5,
         "top_entropy_quantile": 0.3,
         "covariance": {"type": "kl", "share": 0.1},
     },
 ]
 """Of steps 1, 2, 3: over tokens, without some of high covariance; over whole sequences, with an entropy bonus and the
-divergence to a teacher; with a factor that a whole sequence decides, over the tokens of highest entropy in the whole
-batch, without those that have moved farthest, held back where covariance is high."""
+divergence to a teacher; with a factor that a whole sequence decides, divided by its mean over the batch, over the
+tokens of highest entropy in the whole batch, without those that have moved farthest, held back where covariance is
+high."""
 METRICS = (
     "loss",
     "entropy",
     "low_entropy_masked",
     "high_covariance",
+<<<<<<< HEAD
     "second_moment_masked",
+=======
+    "correction_mean",
+>>>>>>> thicken
     "kl",
     "ratio",
     "clipped",

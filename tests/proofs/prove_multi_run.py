@@ -67,7 +67,14 @@ OWN: dict[str, dict[str, Any]] = {
             "epochs_per_batch": 2,
         },
     },
-    "run_c": {"seed": 2, "lr": 1e-2, "trainer": {"loss": {"type": "gspo"}, "optim": {"type": "signsgd", "lr": 1e-3}}},
+    "run_c": {
+        "seed": 2,
+        "lr": 1e-2,
+        "trainer": {
+            "loss": {"type": "gspo", "correction": {"high": 1.01, "batch_normalize": True}},
+            "optim": {"type": "signsgd", "lr": 1e-3},
+        },
+    },
 }
 """Runs that differ in batches, initial adapter, learning rate, schedule, updates a batch, objective and optimizer."""
 

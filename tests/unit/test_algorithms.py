@@ -64,6 +64,10 @@ def test_remax_compares_with_the_greedy_rollout_under_the_same_penalties() -> No
         *group, last = episodes([*rewards, greedy], lengths)
         return scorer.score(group, greedy=last).advantages.tolist()
 
+    cut = replace(episodes([1.0])[0], result=replace(episodes([1.0])[0].result, truncated=True))
+    for overlong, trains in (("drop", False), ("mask", True)):  # it does not train anyhow
+        scorer = Scorer(AdvantageConfig.model_validate({"type": "remax", "overlong": overlong}), max_tokens=9)
+        assert scorer.score(episodes([0.0, 1.0]), greedy=cut).kept.tolist() == [trains] * 2
     assert get_algorithm("remax").greedy and get_algorithm("remax").min_group == 1
     assert found([1.0], 0.25, [1, 1]) == [0.75]
     assert found([0.1 + 0.2, 1.0], 0.3, [1, 1, 1]) == [0.0, 0.7]  # rounding is no signal

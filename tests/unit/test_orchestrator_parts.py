@@ -25,7 +25,7 @@ from prime_hpc.orchestrator.evaluation import (
 )
 from prime_hpc.orchestrator.loop import Orchestrator
 from prime_hpc.orchestrator.metrics import StepStats
-from prime_hpc.orchestrator.rollouts.dispatcher import AT_ONCE, Dispatcher, Job, Lane
+from prime_hpc.orchestrator.rollouts.dispatcher import AT_ONCE, Dispatcher, Greedy, Job, Lane
 from prime_hpc.orchestrator.rollouts.episodes import to_episode
 from prime_hpc.orchestrator.rollouts.failures import (
     BARREN_WINDOWS,
@@ -153,6 +153,15 @@ def test_a_steps_episodes_tell_what_their_time_was_for() -> None:
     assert not any(key.startswith("episode_time/") for key in stats.drain(3.0))
 
 
+def test_the_engines_rates_count_greedy_rollouts_which_stand_by_themselves() -> None:
+    stats = StepStats(0.0)
+    for is_greedy in (False, True):
+        stats.add_episode(to_episode(make_result([1, 1, 1]), 100), is_greedy=is_greedy)
+    row = stats.drain(2.0)
+    assert row["tokens/sampled"] == row["tokens/greedy"] == 3 and row["tokens/sampled_per_second"] == 3.0
+    assert row["episodes/usable"] == row["episodes/greedy"] == 1 and row["episodes/per_second"] == 1.0
+
+
 # ---------------------------------------------------------------------------------------------------- dispatch
 
 
@@ -226,6 +235,28 @@ def test_concurrency_is_bounded_and_every_job_ends_once() -> None:
         sample = row["episode_sample"]
         assert isinstance(sample, list) and len(sample) == 32
         assert all(seconds >= 0 and 0 < in_flight <= 4 for seconds, _, in_flight in sample)
+
+    asyncio.run(scenario())
+
+
+def test_a_greedy_rollout_whose_server_ended_is_greedy_when_it_is_played_again() -> None:
+    asked: list[bool] = []
+
+    class Pool(Runner):
+        async def run_episode(
+            self, source_index: int, task_index: int, url_index: int, *, greedy: bool = False
+        ) -> EpisodeResult:
+            asked.append(greedy)
+            return await super().run_episode(source_index, task_index, url_index)
+
+    async def scenario() -> None:
+        dispatcher, errors = make_dispatcher(make_table())
+        ended: list[EpisodeResult] = []
+        pool = Pool({0: [failed_result(error_type="ProviderError"), make_result([0], reward=0.5)]})
+        dispatcher.add(Job(Greedy(pool), 0, 0, Lane(), ended.append))
+        dispatcher.pump()
+        await until(lambda: ended)
+        assert [result.reward for result in ended] == [0.5] and asked == [True, True] and errors == [0]
 
     asyncio.run(scenario())
 

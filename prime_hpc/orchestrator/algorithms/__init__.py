@@ -14,7 +14,7 @@ parts alone serves episodes of several agents too (`base.score_by_role`). Or kee
 `orchestrator.advantage.args`. A class instead of a function is made once with those arguments and has
 `score_group(group)`; `score_tokens(group, advantages)` where the tokens of one rollout differ; and, where it remembers
 anything, `state_dict()` and `load_state_dict(state)` in plain JSON. Its attribute `greedy = True` asks for one greedy
-rollout of each prompt, which it finds in `group.greedy`.
+rollout of each prompt, which it finds in `group.greedy`; written as this constant, lint, plan and simulate count it.
 """
 
 from prime_hpc.orchestrator.algorithms.base import Algorithm, RewardGroup, centered, get_algorithm

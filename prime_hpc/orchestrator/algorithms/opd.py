@@ -42,10 +42,11 @@ sampled it. A field that says little (a bare number) shifts little but the end o
 
     A_t = w (r_i - mean(r)) + clip(log p(t | y_j, x, y_<t) - log p(t | x, y_<t), -g, g)
 
-with j the first other rollout of the group whose reward is `success_reward` or more; its text (what followed the
-prompt) stands where `opsd` has the demonstration. So no answer is needed, and every token of a failed rollout is told
-apart from what a success would have said there. The paper shows feedback of the environment, too, and its teacher may
-be a moving average of the policy; here it is the policy that is served once the group is complete.
+with j the first other rollout of the group whose reward is `success_reward` or more; its text stands where `opsd` has
+the demonstration: what followed the prompt, the environment's turns too, a reply's reasoning (`reasoning_content`) not.
+So no answer is needed, and every token of a failed rollout is told apart from what a success would have said there. The
+paper shows feedback of the environment, too, and its teacher may be a moving average of the policy; here it is the
+policy that is served once the group is complete.
 
 Edge cases: those of `opd`. A rollout without such a peer, or for which prompt, peer and rollout together are too long,
 has no teacher: its tokens have the rewards' part alone. With `trainer.loss.distillation` such a one is compared with

@@ -17,10 +17,11 @@ does not train, and the paper samples one beside it (`rollouts_per_example: 1`).
 
 Edge cases: a reward equal to the greedy one gives an exact zero, so a group of equal rewards may have a signal. The
 greedy rollout has the penalties of the others, as one of their group. One that failed, or was cut off by its deadline
-while `timeout = drop`, leaves nothing to compare with: the group is dropped. It may be of another version than they
-are. Where episodes have several agents, each trace is compared with the greedy one's traces of its role; a role that is
-not there gives zeros; a greedy one that was cut off while `timeout = penalize` counts for each of the roles. A seat
-with a `sampling` of its own, which would not be greedy, is refused.
+while `timeout = drop`, leaves nothing to compare with: the group is dropped; nor does one cut off by another limit
+while `overlong = drop`: the group does not train. It may be of another version than they are. Where episodes have
+several agents, each trace is compared with the greedy one's traces of its role; a role that is not there gives zeros; a
+greedy one that was cut off while `timeout = penalize` counts for each of the roles. A seat with a `sampling` of its
+own, which would not be greedy, is refused.
 """
 
 import numpy as np

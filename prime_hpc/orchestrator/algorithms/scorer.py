@@ -95,7 +95,8 @@ class Scorer:
         rewards = np.array([e.result.reward for e in episodes], dtype=np.float64)
         scored = ~truncated if self._config.overlong == "drop" else np.ones(len(episodes), dtype=bool)
         kept = ~truncated if self._config.overlong in ("drop", "mask") else scored
-        if scored.sum() < self.min_group:  # as if those rollouts had failed; nothing is left to compare
+        lacks_greedy = greedy is not None and greedy.result.truncated and self._config.overlong == "drop"
+        if scored.sum() < self.min_group or lacks_greedy:  # as if they had failed; nothing is left to compare
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept))
         chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
         rewards[scored], beside = self._less_penalties(rewards[scored], chosen, greedy)

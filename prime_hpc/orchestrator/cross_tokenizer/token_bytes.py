@@ -85,7 +85,7 @@ class TokenBytes:
         ids: list[int] = []
         for piece, is_text in utf8_runs(content):
             if is_text:
-                ids += self._encode_text(piece.decode())
+                ids += self._encode_text(piece.decode(), goes_on=bool(ids))
             elif unknown := set(piece) - self._single.keys():
                 raise UnreadableError(f"{self._whose} tokenizer has no token for the byte {min(unknown):#04x}")
             else:
@@ -97,7 +97,10 @@ class TokenBytes:
             raise UnreadableError(f"{self._whose} tokenizer does not keep {shown!r} as it is")
         return ids
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _encode_text(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """`goes_on`: bytes stand before it, so that it has no blank before its first word."""
+        if goes_on and self._prefixes_blank:  # nothing merges with a new line
+            return self._encode_text(f"\n{text}")[len(self._encode_text("\n")) :]
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return ids
 
