@@ -66,11 +66,8 @@ METRICS = (
     "entropy",
     "low_entropy_masked",
     "high_covariance",
-<<<<<<< HEAD
     "second_moment_masked",
-=======
     "correction_mean",
->>>>>>> thicken
     "kl",
     "ratio",
     "clipped",
