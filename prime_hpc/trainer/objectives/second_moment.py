@@ -34,7 +34,7 @@ def beyond_second_moment(
         old: float32 `[N]` of each, log pi before the batch's first update.
         counts: whether they are this rank's own: one of several ranks that have the same part of the batch.
     """
-    moments, counted = list[torch.Tensor](), [torch.zeros(0, device=own.device) for own in old[:1]]
+    moments, counted = list[torch.Tensor](), [torch.zeros(0, dtype=torch.float32, device=own.device) for own in old[:1]]
     for micro, logprobs in zip(micros, old, strict=True):
         away = (logprobs.float() - micro.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         moments.append(away.square())
@@ -57,7 +57,7 @@ def second_moment_bound(moments: torch.Tensor, limit: float, *, counts: bool) ->
     # without a host that waits for the device
     bits, exact = own.view(torch.int32), own.double()
     low = torch.full((), -1, dtype=torch.int32, device=own.device)
-    high = torch.full((), MAX_LOG_RATIO**2, device=own.device).view(torch.int32)
+    high = torch.full((), MAX_LOG_RATIO**2, dtype=torch.float32, device=own.device).view(torch.int32)
     for _ in range(31):
         middle = low + (high - low + 1) // 2
         within = bits <= middle
