@@ -173,6 +173,8 @@ def _become(
         if env is not None:
             os.environ.clear()
             os.environ.update({os.fsdecode(k): os.fsdecode(v) for k, v in env.items()})
+            paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            sys.path[:0] = [path for path in paths if path and path not in sys.path]
         if NETWORK in os.environ:
             _enter(os.environ[NETWORK])
         if deaf_to is not None:

@@ -123,7 +123,7 @@ def test_workers_play_the_same_and_keep_trouble_to_themselves(world: World) -> N
         misbehaving("blocks_in_c", every=3),
         misbehaving("leaks"),
     ]
-    servers = EnvServersConfig(stall_s=1.0, memory_gib=1.25)
+    servers = EnvServersConfig(stall_s=1.0, memory_gib=1.0)
 
     async def run() -> None:
         async with world.pool(*envs, servers=servers) as pool:

@@ -1,6 +1,7 @@
 """`eval` from the command line against a scripted API: killed and started again, refused, and with every fault."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import pytest
 from prime_hpc.evals.episodes import results_file
 from prime_hpc.runtime.process_tree import alive, family
 from tests.support.forked import TalkingProcess
-from tests.support.scripted_api import Fault, ScriptedApi
+from tests.support.scripted_api import Fault, ScriptedApi, noisy_reverse
 
 pytestmark = pytest.mark.slow
 
@@ -164,8 +165,15 @@ def test_a_full_disk_in_the_middle_loses_nothing(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", disk], capture_output=True)
     if mounted.returncode:
         pytest.skip("nothing may be mounted here")
+    replies = itertools.count(1)
+
+    def reply(conversation: list[dict[str, Any]]) -> str:
+        if next(replies) == 5:
+            api.delay_s = 10.0  # what is asked from now on is answered when nothing more can be written
+        return noisy_reverse(conversation)
+
     try:
-        with ScriptedApi(key=KEY, delay_s=0.05) as api:
+        with ScriptedApi(reply, key=KEY, delay_s=0.05) as api:
             process = start(command(api.url, disk, "--environment-ids", "reverse-text"))
             while num_lines(disk / "eval") < 3 and process.poll() is None:
                 time.sleep(0.02)
@@ -173,8 +181,9 @@ def test_a_full_disk_in_the_middle_loses_nothing(tmp_path: Path) -> None:
                 while True:
                     ballast.write(b"x" * 65536)
                     ballast.flush()
+            api.delay_s = 0.05
             said, _ = process.communicate(timeout=120)
-            assert process.returncode == 1 and "No space left" in said, said[-3000:]
+            assert process.returncode == 74 and "episodes.jsonl: disk full" in said, said[-3000:]
             (disk / "ballast").unlink()
             done = {(row["task"], row["rollout"]) for row in episodes(disk / "eval")}
             code, said = run(command(api.url, disk, "--environment-ids", "reverse-text"))

@@ -73,8 +73,9 @@ def test_a_run_survives_a_lost_pod_and_an_eviction_and_gives_all_pods_back(kubel
     assert attempts[0]["outcome"] == "node_lost" and attempts[0]["lost_nodes"] == ["pods-trainer-1.pods"], attempts
     assert attempts[-1]["outcome"] == "completed"
     assert all(attempt["resume_step"] >= 2 for attempt in attempts[1:])
-    assert steps(run_dir) == list(range(1, NUM_STEPS + 1))
-    prompts = [prompt for step in steps(run_dir) for prompt in used_prompts(run_dir, step)]
+    done = sorted(set(steps(run_dir)))  # the one that was not saved when its pod went is done twice
+    assert done == list(range(1, NUM_STEPS + 1))
+    prompts = [prompt for step in done for prompt in used_prompts(run_dir, step)]
     assert len(prompts) == len(set(prompts)) == NUM_STEPS * 4
     assert max(row["lag_max"] for row in rows(run_dir, "trainer")) <= 2
     key = next((tmp_path / "Secret").rglob("key")).read_text()

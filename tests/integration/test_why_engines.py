@@ -59,7 +59,10 @@ class Server:
             last.update(self.look())
             return last["diagnosis"]["kind"] == kind and bool(last["diagnosis"]["is_hang"])
 
-        wait_until(asked, LIMIT_S, f"a cause of kind {kind} is named; last: {last}")
+        try:
+            wait_until(asked, LIMIT_S, f"a cause of kind {kind} is named")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; last: {last}") from None
         return last
 
 
