@@ -68,7 +68,7 @@ class Slurm:
             self.away -= 1
             raise AWAY
         if argv[0] == "sinfo":
-            return "n1 idle (null)\nn2 idle (null)\nn3 idle (null)\n"
+            return "".join(f"n{i} idle idle (null)\n" for i in (1, 2, 3))
         if argv[1] != "show":
             self.told.append(" ".join([argv[1], *argv[3:]]))
         if argv[1] == "requeue":

@@ -151,7 +151,8 @@ class Slurm:
         """What is asked and changed around a requeue: n2's cable is cut, Slurm has not yet set it down."""
         if argv[0] == "sinfo":
             table = "n1 down\nn2 alloc*\nn3 alloc\n"
-            return f"{table}n4 idle\nn5 idle\n".replace("\n", " (null)\n") if "-p" in argv else table
+            rows = [line.split() for line in f"{table}n4 idle\nn5 idle\n".splitlines()]
+            return "".join(f"{name} {state} {state} (null)\n" for name, state in rows) if "-p" in argv else table
         if argv[1] == "update":
             self.done.append(" ".join(argv[2:]))
         return WHOLE

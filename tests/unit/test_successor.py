@@ -152,7 +152,7 @@ def test_one_that_somebody_took_out_of_the_queue_is_queued_again_at_the_end(fake
 
 def test_a_successor_is_not_given_bad_nodes_either(fake: FakeSlurm, run: Path) -> None:
     fake.limit(None)
-    nodes = "".join(f"echo n{i} idle x;" for i in range(1, 6))
+    nodes = "".join(f"echo n{i} idle idle x;" for i in range(1, 6))
     (fake.bin / "sinfo").write_text(f"#!/bin/sh\n{nodes}\n")
     own = ended(run.parents[1] / "exp.yaml", "node_lost", exit_code=1, saved_step=5, lost_nodes=["n1"])
     experiment = load_run(run)
