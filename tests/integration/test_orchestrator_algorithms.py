@@ -81,6 +81,7 @@ def test_greedy_rollouts_are_a_baseline_and_nothing_else_over_two_attempts(
         assert world.wait() == 0, log_of(world)
         assert "8 groups of the attempt before need not be sampled again" in log_of(world)
         lines = [json.loads(line) for file in (tmp_path / "run" / "traces").glob("*") for line in file.open()]
+        lines.sort(key=lambda row: row["time"])
         rollouts = [row for row in lines if row["kind"] == "rollout" and row["usable"]]
         greedy = {(row["position"], row["attempt"]): row["reward"] for row in rollouts if row.get("greedy")}
         taken = {

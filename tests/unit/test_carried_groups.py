@@ -173,6 +173,17 @@ def test_a_greedy_rollout_goes_along_as_the_last_one(tmp_path: Path) -> None:
     assert [result.reward for result in second.take(wanted)] == [1.0, 0.5]
 
 
+def test_a_group_that_had_been_sent_back_stays_the_try_that_it_was(tmp_path: Path) -> None:
+    """By it traces name its rollouts, which are not played again, and a batch takes it before others."""
+    paths, group = make_paths(tmp_path), make_group(5, [make_result([4])])
+    group.attempt = 2
+    carrier(paths, 1).save([group])
+    second = carrier(paths, 2)
+    second.save([])
+    third, wanted = carrier(paths, 3), asked(group)
+    assert third.take(wanted) and wanted.attempt == 2
+
+
 def test_what_an_attempt_has_not_opened_goes_on_to_the_next(tmp_path: Path) -> None:
     paths, groups = make_paths(tmp_path), [make_group(p, [make_result([4])]) for p in (5, 6, 7)]
     carrier(paths, 1).save(groups)

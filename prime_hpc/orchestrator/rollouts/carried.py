@@ -57,6 +57,8 @@ class CarriedGroup:
 
     prompt: Prompt
     results: list[EpisodeResult]
+    attempt: int = 0
+    """As `Group.attempt`: how often its prompt had been sent back before."""
 
     @property
     def newest_version(self) -> int:
@@ -81,7 +83,11 @@ def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> by
     }
     table = ImageTable()
     rows = [
-        {"prompt": asdict(group.prompt), "results": [_row(result, table) for result in group.results]}
+        {
+            "prompt": asdict(group.prompt),
+            "results": [_row(result, table) for result in group.results],
+            "attempt": group.attempt,
+        }
         for group in groups
     ]
     if table.images():
@@ -125,7 +131,7 @@ def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
                     offset = end
                 state = EpisodeState(one.pop("state"))
                 results.append(EpisodeResult(**one, state=state, samples=samples))
-            groups.append(CarriedGroup(Prompt(**row["prompt"]), results))
+            groups.append(CarriedGroup(Prompt(**row["prompt"]), results, row.get("attempt", 0)))
         if any(len(values) != offset for values in arrays.values()):
             raise ValueError("its arrays are of another length than its samples")
     except _DAMAGE as error:
@@ -165,10 +171,12 @@ class GroupCarrier:
         self._incarnation = incarnation
 
     def take(self, group: Group) -> list[EpisodeResult]:
-        """Return the ends of all the group's episodes, if the attempt before left them; else nothing."""
+        """Return the ends of all the group's episodes, if the run's attempt before left them; else nothing. The group
+        is of the same try then: traces name it with each of its rollouts."""
         found = self._carried.pop(group.prompt.position, None)
         if found is None or found.prompt != group.prompt or len(found.results) != group.num_rollouts:
             return []
+        group.attempt = found.attempt
         return found.results
 
     def batch(self, step: int, groups: list[Group], state: Mapping[str, Any], served: int) -> None:
@@ -187,7 +195,7 @@ class GroupCarrier:
             return
         kept, size = [], 0
         ended = [*(group for _, groups in self.batches for group in groups), *complete]
-        made = [CarriedGroup(group.prompt, [episode.result for episode in group.ended]) for group in ended]
+        made = [CarriedGroup(g.prompt, [episode.result for episode in g.ended], g.attempt) for g in ended]
         for carried in [*made, *self._carried.values()]:
             size += carried.num_bytes
             if size > MOST_BYTES:

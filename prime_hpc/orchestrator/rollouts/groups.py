@@ -302,7 +302,7 @@ class GroupBook:
 
     def _send_back(self, group: Group) -> None:
         position = group.prompt.position
-        self._attempts[position] = self._attempts.get(position, 0) + 1
+        self._attempts[position] = group.attempt + 1
         group.abandoned = True
         self.counts.stale += 1
         self._stale.append(group)
