@@ -12,9 +12,12 @@ from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.estimate.forward_passes import looked_at_for
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan import words
+from prime_hpc.orchestrator.metrics import StepStats
+from prime_hpc.orchestrator.rollouts.episodes import to_episode
 from prime_hpc.simulate.calibration import differences
 from prime_hpc.simulate.predict import caveats
 from prime_hpc.simulate.setting import setting_of
+from tests.support.episodes import make_result
 from tests.support.measured_runs import calibrated, make_measured, tree_of
 
 SOURCE = """
@@ -104,3 +107,12 @@ def test_a_pass_that_looks_at_each_batch_is_told_and_makes_another_calibration(t
     assert words.looks(other) == f"; one more forward pass over each batch, for {' and '.join(keys)}"
     found = differences(calibrated(make_measured(tmp_path / "run")).runs[0], other)
     assert "forward passes before a batch's first update 0, here 1" in found
+
+
+def test_the_engines_rates_count_greedy_rollouts_which_stand_by_themselves() -> None:
+    stats = StepStats(0.0)
+    for is_greedy in (False, True):
+        stats.add_episode(to_episode(make_result([1, 1, 1]), 100), is_greedy=is_greedy)
+    row = stats.drain(2.0)
+    assert row["tokens/sampled"] == row["tokens/greedy"] == 3 and row["tokens/sampled_per_second"] == 3.0
+    assert row["episodes/usable"] == row["episodes/greedy"] == 1 and row["episodes/per_second"] == 1.0

@@ -153,15 +153,6 @@ def test_a_steps_episodes_tell_what_their_time_was_for() -> None:
     assert not any(key.startswith("episode_time/") for key in stats.drain(3.0))
 
 
-def test_the_engines_rates_count_greedy_rollouts_which_stand_by_themselves() -> None:
-    stats = StepStats(0.0)
-    for is_greedy in (False, True):
-        stats.add_episode(to_episode(make_result([1, 1, 1]), 100), is_greedy=is_greedy)
-    row = stats.drain(2.0)
-    assert row["tokens/sampled"] == row["tokens/greedy"] == 3 and row["tokens/sampled_per_second"] == 3.0
-    assert row["episodes/usable"] == row["episodes/greedy"] == 1 and row["episodes/per_second"] == 1.0
-
-
 # ---------------------------------------------------------------------------------------------------- dispatch
 
 

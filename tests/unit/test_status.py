@@ -19,7 +19,6 @@ from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.monitor.status import PatientAsk, collect, status_of
 from prime_hpc.observe.console import Console
 from prime_hpc.slurm.jobs import JobInfo
-from prime_hpc.slurm.queue_facts import waiting
 from prime_hpc.store.run_dirs import list_runs
 from tests.support.metric_rows import trainer_row, write_rows
 from tests.support.status_run import Run, answering, job
@@ -46,13 +45,12 @@ def test_prepared_only(run: Run) -> None:
 
 
 def test_roles_started_by_hand(tmp_path: Path) -> None:
+    hand = tmp_path / "hand"
+    write_rows(hand / "metrics" / "trainer.jsonl", [{"step": 3, "time/step": 1.0, "loss": 0.5}])
     for role in ("trainer", "orchestrator"):
-        (tmp_path / "hand" / "roles" / role).mkdir(parents=True)
-        (tmp_path / "hand" / "roles" / role / "run.yaml").write_text("max_steps: 4\n")
-    (tmp_path / "hand" / "metrics").mkdir()
-    (tmp_path / "hand" / "metrics" / "trainer.jsonl").write_text('{"step": 3, "time/step": 1.0, "loss": 0.5}\n')
-    assert list_runs(tmp_path) == [tmp_path / "hand"]
-    status = status_of(tmp_path / "hand", ask=answering())
+        write_rows(hand / "roles" / role / "run.yaml", [{"max_steps": 4}])  # JSON is YAML
+    assert list_runs(tmp_path) == [hand]
+    status = status_of(hand, ask=answering())
     assert (status.state, status.step, status.max_steps, status.is_under_way) == ("by hand", 3, 4, False)
     assert "nobody supervises what was started here: trainer, orchestrator" in status.note
 
@@ -272,13 +270,6 @@ def test_an_attempt_that_ended(
     assert status.state == state
     assert note in status.note
     assert status.outcome == outcome
-
-
-def test_the_limit_that_holds_it_up_stands_before_the_last_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "limit_of", lambda job, asked: waiting.Limit("QOS few allows 1 CPU", True))
-    run.sent().attempt(ended=60, outcome="preempted", next="requeue", cause="warned by SIGUSR1")
-    status = status_of(run.path, ask=answering(job("PENDING", reason="QOSGrpCpuLimit")))
-    assert status.note == "QOSGrpCpuLimit: QOS few allows 1 CPU; ended by: warned by SIGUSR1"
 
 
 def test_coming_back_with_slurm_out_of_reach(run: Run) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.slurm.jobs import JobInfo
+from prime_hpc.slurm.queue_facts import waiting
 from prime_hpc.slurm.queue_facts.waiting import hint, limit_of
+from tests.support.status_run import Run, answering, job
 
 JOB = (
     "JobId=10 JobName=wrap UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901750 Nice=0 Account={account} "
@@ -228,3 +231,11 @@ def test_what_slurm_does_not_tell_is_no_error(answers: Path) -> None:
 def test_what_a_reason_means(reason: str, words: str) -> None:
     said = hint(JobInfo("10", "PENDING", reason))
     assert words in said and bool(words) == bool(said)
+
+
+def test_the_limit_that_holds_it_up_stands_before_the_last_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    monkeypatch.setattr(waiting, "limit_of", lambda job, asked: waiting.Limit("QOS few allows 1 CPU", True))
+    run.sent().attempt(ended=60, outcome="preempted", next="requeue", cause="warned by SIGUSR1")
+    status = status_of(run.path, ask=answering(job("PENDING", reason="QOSGrpCpuLimit")))
+    assert status.note == "QOSGrpCpuLimit: QOS few allows 1 CPU; ended by: warned by SIGUSR1"
