@@ -45,12 +45,11 @@ def test_prepared_only(run: Run) -> None:
 
 
 def test_roles_started_by_hand(tmp_path: Path) -> None:
-    hand = tmp_path / "hand"
-    write_rows(hand / "metrics" / "trainer.jsonl", [{"step": 3, "time/step": 1.0, "loss": 0.5}])
     for role in ("trainer", "orchestrator"):
-        write_rows(hand / "roles" / role / "run.yaml", [{"max_steps": 4}])  # JSON is YAML
-    assert list_runs(tmp_path) == [hand]
-    status = status_of(hand, ask=answering())
+        (tmp_path / "hand" / "roles" / role).mkdir(parents=True)
+        (tmp_path / "hand" / "roles" / role / "run.yaml").write_text("max_steps: 4\n")
+    write_rows(tmp_path / "hand" / "metrics" / "trainer.jsonl", [{"step": 3, "time/step": 1.0, "loss": 0.5}])
+    status = status_of(*list_runs(tmp_path), ask=answering())  # the only one
     assert (status.state, status.step, status.max_steps, status.is_under_way) == ("by hand", 3, 4, False)
     assert "nobody supervises what was started here: trainer, orchestrator" in status.note
 
