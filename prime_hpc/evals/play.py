@@ -53,6 +53,8 @@ class Player:
         self._pool, self._servers, self._log = pool, servers, log
         self._sources = {source.name: (index, source) for index, source in enumerate(pool.sources)}
         self._max_concurrent = max_concurrent
+        self._slots = asyncio.Semaphore(max_concurrent)
+        """What plays holds one; what was played and is looked at does not, for it takes no seat of an engine."""
         self._is_api = is_api
         self._kind = kind
         self._on_end = on_end
@@ -65,27 +67,34 @@ class Player:
             EvalError: no further one can succeed (the API refuses us, no server answers).
             StoreError: a result cannot be written, or a newer attempt has begun.
         """
-        todo = iter(keys)
-
-        async def work() -> None:
-            for key in todo:  # shared by all: each key is taken by one
-                record = await self._episode(version, key)
-                self._log.add(record)
-                self._on_end(record)
-                if self._log.is_sync_due:
-                    await asyncio.to_thread(self._log.sync)
-
-        count = min(self._max_concurrent, len(keys))
+        self._slots = asyncio.Semaphore(self._max_concurrent)
         async with task_group() as tasks:
-            for number in range(count):
-                tasks.create_task(work(), name=f"play-{number}")
+            for number, key in enumerate(keys):
+                await self._slots.acquire()
+                tasks.create_task(self._play_and_record(version, key), name=f"episode-{number}")
+
+    async def _play_and_record(self, version: Version, key: Key) -> None:
+        record = await self._episode(version, key)
+        self._log.add(record)
+        self._on_end(record)
+        if self._log.is_sync_due:
+            await asyncio.to_thread(self._log.sync)
+
+    async def _play_in_slot(self, source_index: int, task_index: int) -> tuple[int, EpisodeResult | None]:
+        """Play once, as `Servers.play` does, and give up the slot that is held."""
+        try:
+            return await self._servers.play(partial(self._pool.run_episode, source_index, task_index))
+        finally:
+            self._slots.release()
 
     async def _episode(self, version: Version, key: Key) -> Record:
+        """Play an episode for which a slot is held, until it is one of the version."""
         index, source = self._sources[key.env]
         num_plays = 0
         while True:
-            server, result = await self._servers.play(partial(self._pool.run_episode, index, key.task))
+            server, result = await self._play_in_slot(index, key.task)
             if result is None:  # its server is gone: no fault of the episode, nor of the model
+                await self._slots.acquire()
                 continue
             num_plays += 1
             error, reason = _judge(result, version, self._is_api)
@@ -98,6 +107,7 @@ class Player:
             if error not in SERVER_ERRORS or self._is_api or num_plays == MAX_PLAYS:
                 break
             self._servers.report(server)
+            await self._slots.acquire()
         try:
             # an endless taskset's code may block, and a worker's process has made this one
             endless = source.num_tasks is None

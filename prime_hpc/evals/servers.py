@@ -19,6 +19,8 @@ from prime_hpc.evals.versions import Version
 from prime_hpc.runtime.event_loops import ended, loop_time
 
 PROBE_PAUSE_S = 1.0
+LOOK_PAUSE_S = 0.1
+"""Between two looks at what an attached server serves: one for each episode was a tenth of what cheap ones cost."""
 
 
 @dataclass
@@ -35,6 +37,8 @@ class EvalServer:
     since: float = field(default_factory=loop_time)
     """When it last became ready or ceased to be."""
     restoring: "asyncio.Task[None] | None" = None
+    looking: "asyncio.Task[bool] | None" = None
+    """The next look at what it serves, which has not begun."""
 
 
 class Servers:
@@ -120,14 +124,24 @@ class Servers:
             playing.discard(task)
 
     async def still_serves(self, index: int) -> bool:
-        """Return whether the tokens that a server has sampled until now were the version's. Of one that others may have
-        used meanwhile their number does not say it: another run's version may have the same.
+        """Return whether the tokens that a server has sampled until now were the version's, as one look tells that all
+        share who ask before it begins. Of a server that others may have used meanwhile their number does not say it:
+        another run's version may have the same.
         Raises EvalError: another process has loaded weights of its own; loaded again, ours would end that one's."""
-        server, version = self._servers[index], self._version
+        server = self._servers[index]
         if not self._are_attached or server.client is None:
             return True
+        if server.looking is None:
+            server.looking = asyncio.create_task(self._look(server, server.client), name=f"look-{index}")
+        looking = server.looking
+        await ended(looking)  # not the task itself: who is cancelled takes no other's answer along
+        return looking.result()
+
+    async def _look(self, server: EvalServer, client: InferenceClient) -> bool:
+        await asyncio.sleep(LOOK_PAUSE_S)
+        version, server.looking = self._version, None
         try:
-            step, folder = await server.client.served()
+            step, folder = await client.served()
         except InferenceError:
             return False
         if step == 0 or version.path is None:  # the base model: it was started anew, if another one is to be there
@@ -204,8 +218,9 @@ class Servers:
     async def close(self) -> None:
         """Close the connections."""
         for server in self._servers:
-            if server.restoring is not None:
-                server.restoring.cancel()
+            for task in (server.restoring, server.looking):
+                if task is not None:
+                    task.cancel()
             if server.client is not None:
                 await server.client.close()
 

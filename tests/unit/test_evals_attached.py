@@ -275,7 +275,38 @@ async def test_replies_of_another_version_are_not_scored(tmp_path: Path, own_ste
     player = Player(cast(Any, Shared()), servers, log, max_concurrent=1, is_api=False)
     with pytest.raises(EvalError, match=rf"other weights of step {other_step} meanwhile, .*/b/weights/step_0000"):
         await player.play(own, [Key(own_step, "e", task, 0) for task in range(4)])
-    assert sorted(key.task for key in log.records) == [0, 1]
+    assert {key.task for key in log.records} <= {0, 1}, "a look that came too late scores nothing"
     assert client.folder == others, "that one's replies are of its weights"
     await client.reload_weights()
     assert await servers.still_serves(0) == (own_step == 0), "one that came back without is asked to load ours again"
+
+
+@run
+async def test_looks_at_an_attached_server_are_shared_and_take_no_seat(tmp_path: Path) -> None:
+    """Each episode asked the server what it serves before the next began: a tenth of what a cheap episode costs."""
+    all_began, started = asyncio.Event(), list[int]()
+
+    class Asked(policy_servers.Server):
+        looks = 0
+
+        async def served(self, name: str = "") -> tuple[int, str]:
+            self.looks += 1
+            await all_began.wait()
+            return await super().served(name)
+
+    class Counted(OneTask):
+        async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
+            started.append(task_index)
+            if len(started) == 8:
+                all_began.set()
+            return await super().run_episode(source_index, task_index)
+
+    client, log = Asked(), EpisodeLog(RunPaths(tmp_path), claim_incarnation(RunPaths(tmp_path)))
+    servers = Servers(cast(Any, [client]), ["http://host:1/v1"], 30.0, are_attached=True)
+    version = Version(10, tmp_path / "weights" / "step_000010")
+    await servers.load(version)
+    player = Player(cast(Any, Counted()), servers, log, max_concurrent=1, is_api=False)
+    await asyncio.wait_for(player.play(version, [Key(10, "e", task, 0) for task in range(8)]), 60)
+    assert sorted(key.task for key in log.records) == started == list(range(8))
+    client.looks = 0
+    assert all(await asyncio.gather(*(servers.still_serves(0) for _ in range(20)))) and client.looks == 1
