@@ -208,21 +208,23 @@ def _layer_bytes(experiment: Experiment, facts: ModelFacts, tokens: int) -> tupl
     if delta is None:
         return full, full
     attention = _attention_widths(experiment, facts) / experiment.trainer.parallel_dims.tp * width
-    linear = full + tokens * (_delta_bytes(delta) - attention)
+    linear = full + tokens * (_delta_bytes(delta, width) - attention)
     count = delta.num_layers
     return (full * (facts.num_layers - count) + linear * count) / facts.num_layers, max(full, linear)
 
 
-def _delta_bytes(delta: DeltaLayers) -> float:
+def _delta_bytes(delta: DeltaLayers, width: int) -> float:
     """Bytes of one token of a gated delta rule that its backward pass takes, in transformers' own code: flash-linear-
     attention's kernels, where they are installed, take less.
 
-    All in float32: of each head eight times its keys and values, five matrices of a chunk of 64 tokens and one state a
-    chunk. 0.97 to 1.01 of `plan --rehearse`, blocks of Qwen3.5 and narrower ones.
+    In float32, of each head: eight times its keys and values, five matrices of a chunk of 64 tokens and one state a
+    chunk. In the compute type: what goes into the convolution and what comes out of it; where that is float32, too,
+    keys and values twice more, which a half-precision type's copies stand for. 0.94 to 1.03 of `plan --rehearse`,
+    blocks of Qwen3.5 and narrower ones in either type.
     """
-    chunk = 64
-    of_head = 8 * (delta.key_dim + delta.value_dim) + 5 * chunk + delta.key_dim * delta.value_dim / chunk
-    return 4 * (delta.value_heads * of_head + delta.keys)
+    chunk, heads = 64, delta.key_dim + delta.value_dim
+    of_head = 8 * heads + 5 * chunk + delta.key_dim * delta.value_dim / chunk + (2 * heads if width == 4 else 0)
+    return 4 * (delta.value_heads * of_head + delta.keys) + 2 * width * (2 * delta.keys + delta.values)
 
 
 def _kept_widths(experiment: Experiment, facts: ModelFacts) -> float:
