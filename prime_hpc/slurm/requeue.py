@@ -14,7 +14,7 @@ from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 SCONTROL_TIMEOUT_S = 30.0
 UPDATE_TRIES = 6
 KEPT_S = 8.0
-"""What the controller was told is on its disk after 5 s; one that is killed before has forgotten it."""
+"""After so long a requeue is on the controller's disk: within 5 s it writes down whatever it has taken."""
 KEPT_LOOK_S = 2.0
 KEPT_TRIES = 4
 PATIENCE_S = 1800.0
