@@ -3,7 +3,7 @@
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loguru import logger
@@ -13,6 +13,12 @@ from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 
 SCONTROL_TIMEOUT_S = 30.0
 UPDATE_TRIES = 6
+KEPT_S = 8.0
+"""After so long a requeue is on the controller's disk: within 5 s it writes down whatever it has taken."""
+KEPT_LOOK_S = 2.0
+KEPT_TRIES = 4
+PATIENCE_S = 1800.0
+"""So long a controller may be away before the job ends without being requeued."""
 _BEGUN = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED")
 _NOT_UP = ("down", "drain", "drng", "maint", "fail", "inval", "unk", "futr")
 """Beginnings of the short states of nodes that take no more jobs."""
@@ -62,6 +68,47 @@ def requeue(job_id: str, num_nodes: int, restarts: int) -> list[ShownJob] | None
     if num_nodes > job[0].num_nodes > 0:
         update(job_id, f"NumNodes={num_nodes}")
     return job
+
+
+def requeue_for_good(
+    job_id: str,
+    num_nodes: int,
+    restarts: int,
+    exclude: Sequence[str] = (),
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """`requeue` and `leave_out`, and the same again where the controller dies before it has kept that: for its next
+    one the job would have failed, and the run be lost.
+
+    The job waits for Slurm's credential meanwhile (`cred_expire`, 120 s by default), and Slurm lets this process stay
+    for KillWait (30 s by default). Arguments and errors: as of `requeue` and `leave_out`.
+    """
+    for _ in range(KEPT_TRIES):
+        job = requeue(job_id, num_nodes, restarts)
+        if job is None:
+            return
+        leave_out(job, job_id, exclude, num_nodes)
+        if _is_again(job[0], restarts) or _is_kept(job_id, restarts, clock, sleep):
+            return
+        logger.warning(f"job {job_id}: Slurm's controller has forgotten the requeue, and is asked again")
+
+
+def _is_kept(job_id: str, restarts: int, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
+    """Wait until a requeue is sure to outlive its controller; False: it did not."""
+    kept_at, end = clock() + KEPT_S, clock() + PATIENCE_S
+    while clock() < end:
+        sleep(KEPT_LOOK_S)
+        try:
+            if not _is_again(show_job(job_id, SCONTROL_TIMEOUT_S)[0], restarts):
+                return False
+        except SlurmError as error:
+            logger.debug(f"whether the requeue of job {job_id} is kept is unknown: {error}")
+        else:
+            if clock() >= kept_at:
+                return True
+    return True  # nobody can say
 
 
 def _is_again(job: ShownJob, restarts: int) -> bool:

@@ -17,6 +17,8 @@ FIRST_LOOK_S = 15.0
 """Longest wait before the first one."""
 SLACK_S = 10.0
 """Slurm's own rounding of an end."""
+CONFIG_S = 3600.0
+"""So long the site's configuration is taken to be what it was: all of it is sent for the one line that is read."""
 
 
 class TimeLimit:
@@ -31,6 +33,8 @@ class TimeLimit:
         self._job_id = job_id
         self._look_s = look_s
         self._stated: str | None = None
+        self._overrun: tuple[float, float | None] | None = None
+        """When it was asked for, and what it was."""
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.ends_at = ends_at
@@ -67,11 +71,27 @@ class TimeLimit:
 
     def _look_at_reservation(self, parts: Sequence[ShownJob], timeout_s: float) -> None:
         try:
-            ends = [_reservation_end(name, timeout_s) for name in {part.reservation for part in parts} if name]
+            ends = [self._end_of(name, timeout_s) for name in {part.reservation for part in parts} if name]
         except SlurmError as error:
             logger.debug(f"when the job's reservation ends is unknown: {error}")
             return
         self.reserved_until = min((end for end in ends if end is not None), default=None)
+
+    def _end_of(self, reservation: str, timeout_s: float) -> float | None:
+        """Return when the site ends the jobs of a reservation, epoch seconds; None: never, or it is not known.
+        Raises SlurmError: Slurm does not say, or there is no such reservation (any more)."""
+        shown = run_slurm(["scontrol", "show", "reservation", "--oneliner", reservation], timeout_s)
+        end, overrun_s = parse_time(field(shown, "EndTime")), self._overrun_s(timeout_s)
+        return None if end is None or overrun_s is None else end + overrun_s
+
+    def _overrun_s(self, timeout_s: float) -> float | None:
+        """Return how long the site lets jobs run on behind their reservation's end; None: for ever, or it is not
+        known. Raises SlurmError: Slurm does not say."""
+        if self._overrun is None or time.monotonic() - self._overrun[0] >= CONFIG_S:
+            config = run_slurm(["scontrol", "show", "config"], timeout_s)
+            stated = re.search(r"^ResvOverRun\s*=\s*(\d+)", config, re.MULTILINE)  # else UNLIMITED
+            self._overrun = (time.monotonic(), 60.0 * int(stated[1]) if stated else None)
+        return self._overrun[1]
 
     def update(self, parts: Sequence[ShownJob]) -> None:
         """Take what Slurm says of the job's components.
@@ -92,14 +112,3 @@ class TimeLimit:
         when = "never" if end is None else f"at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(end))}"
         what = "is known now" if known is None and before is None else "has changed"
         logger.info(f"the time limit {what} ({stated}): the job ends {when}")
-
-
-def _reservation_end(name: str, timeout_s: float) -> float | None:
-    """Return when a site ends the jobs of a reservation, epoch seconds; None: never, or it is not known.
-    Raises SlurmError: Slurm does not say, or there is no such reservation (any more)."""
-    end = parse_time(field(run_slurm(["scontrol", "show", "reservation", "--oneliner", name], timeout_s), "EndTime"))
-    config = run_slurm(["scontrol", "show", "config"], timeout_s)
-    over = re.search(r"^ResvOverRun\s*=\s*(\w+)", config, re.MULTILINE)
-    if end is None or over is None or not over[1].isdigit():  # UNLIMITED: jobs run on behind it
-        return None
-    return end + 60.0 * int(over[1])

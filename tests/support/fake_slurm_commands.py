@@ -211,13 +211,17 @@ def _scontrol(folder: str, argv: list[str]) -> str:
         with State(folder) as state:
             job = next(job for job in state["jobs"] if job["id"] == argv[-1])
         shown = {"JobState": job["state"], "StdOut": job.get("stdout", ""), "NumNodes": job["num_nodes"]}
-        shown |= {"Partition": "gpu", **job.get("shown", {})}
+        shown |= {"Partition": "gpu", "Restarts": job["restarts"], **job.get("shown", {})}
         lines = []
         for i in range(job["size"]):
             het = {"HetJobId": job["id"], "HetJobOffset": i} if job["size"] > 1 else {}
             facts = {"JobId": int(job["id"]) + i, **het, **shown, **job.get("components", {}).get(str(i), {})}
             lines.append(" ".join(f"{name}={value}" for name, value in facts.items()))
         return "\n".join(lines)
+    if argv[0] == "requeue":
+        with State(folder) as state:
+            job = next(job for job in state["jobs"] if job["id"] == argv[-1])
+            job |= {"state": "PENDING", "restarts": job["restarts"] + 1}
     if argv[:2] == ["write", "batch_script"] and argv[-1] == "-":
         with State(folder) as state:
             return next(str(job.get("text", "")) for job in state["jobs"] if job["id"] == argv[2])

@@ -56,6 +56,9 @@ class Slurm:
         self.at_requeue: Callable[[], None] = self.restart
         self.away = 0
         """So often it does not answer."""
+        self.now = 0.0
+        self.events: dict[float, Callable[[], None]] = {}
+        """What happens so many seconds after it was asked first."""
         for module in (client, requeue_module):
             monkeypatch.setattr(module, "run_slurm", self.run)
         monkeypatch.setattr(requeue_module.signal, "signal", lambda *_: None)
@@ -77,8 +80,13 @@ class Slurm:
             self.at_requeue()
         return f"JobId=7 JobState={self.state} Restarts={self.restarts} NumNodes=1 Partition=gpu ReqNodeList=(null)"
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for when in [when for when in self.events if when <= self.now]:
+            self.events.pop(when)()
+
     def gets_back(self, restarts: int = 0) -> bool:
-        return return_to_queue("7", "requeue", 2, ["n3"], restarts=restarts, sleep=lambda seconds: None)
+        return return_to_queue("7", "requeue", 2, ["n3"], restarts=restarts, clock=lambda: self.now, sleep=self.sleep)
 
 
 CHANGED = ["update NumNodes=2", "update ExcNodeList=n3"]
@@ -121,6 +129,36 @@ def test_a_job_that_slurm_requeues_at_the_same_moment_was_not_refused(monkeypatc
     slurm.at_requeue = refuses
     assert not slurm.gets_back()
     assert return_to_queue("7", "requeue", 2, restarts=0, if_disabled=lambda: True), "otherwise than by a requeue"
+
+
+def test_a_requeue_that_the_controller_forgets_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before it has written down what it was told: for the next one the job runs on, and has failed once this
+    process ends."""
+    slurm = Slurm(monkeypatch)
+
+    def is_killed() -> None:
+        slurm.state, slurm.restarts, slurm.away = "RUNNING", 0, 3
+
+    slurm.events = {3.0: is_killed}
+    assert slurm.gets_back() and slurm.told == 2 * ["requeue", *CHANGED]
+    assert (slurm.state, slurm.restarts) == ("PENDING", 1)
+    assert slurm.now >= 3.0 + requeue_module.KEPT_S, "the second one may be forgotten as well"
+
+
+def test_a_requeue_that_slurm_made_itself_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preemption's grace has passed since: it was written down long ago."""
+    slurm = Slurm(monkeypatch, "COMPLETING", restarts=1)
+    assert slurm.gets_back() and slurm.now == 0.0
+
+
+def test_a_controller_that_does_not_come_back_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(monkeypatch)
+
+    def is_gone() -> None:
+        slurm.away = 10_000
+
+    slurm.events = {3.0: is_gone}
+    assert slurm.gets_back() and slurm.told == ["requeue", *CHANGED]
 
 
 # ------------------------------------------------------------------------------------------------------------ policy

@@ -137,7 +137,7 @@ class Slurm:
         self.clock = Clock()
         for module in (client, lost_batch_host):
             monkeypatch.setattr(module, "run_slurm", self.run)
-        monkeypatch.setattr(lost_batch_host, "requeue", lambda job, number, _: self.act(f"requeue {job} {number}"))
+        monkeypatch.setattr(requeue, "requeue", lambda job, number, _: self.act(f"requeue {job} {number}"))
         monkeypatch.setattr(requeue, "run_slurm", self.told)
         monkeypatch.setattr(lost_batch_host.time, "sleep", self.clock.sleep)
 
@@ -207,11 +207,10 @@ def test_of_an_array_one_task_is_given_back(
 def test_a_task_that_cannot_read_its_run_directory_asks_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def requeued(job_id: str, num_nodes: int, restarts: int) -> str:
+    def requeued(job_id: str, *_: object, **__: object) -> None:
         asked.append(job_id)
-        return ""
 
-    monkeypatch.setattr(restart_policy, "requeue", requeued)
+    monkeypatch.setattr(restart_policy, "requeue_for_good", requeued)
     assert requeue_blindly(LAST_TASK)
     assert asked == ["100_9"]
 

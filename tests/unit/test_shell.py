@@ -15,7 +15,7 @@ import pytest
 from prime_hpc.cli import main
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.monitor.where_to import NotThereError, way_to
-from prime_hpc.launch.monitor.who_hangs import Target
+from prime_hpc.launch.monitor.who_hangs import Target, find_target
 from prime_hpc.store.attempts import process_token
 from prime_hpc.supervisor.roles.shell_on_node import shown_environment
 from tests.support.fake_slurm import FakeSlurm
@@ -139,9 +139,31 @@ def test_in_a_job(run_dir: Path, rank: subprocess.Popen[bytes], tmp_path: Path) 
     found = variables(out)
     assert (found["SLURM_STEP_ID"], found["RANK"]) == ("7", "1"), "the shell is a step of its own"
     (asked,) = log.read_text().splitlines()
-    for word in (f"--jobid={job}", "--overlap", "--nodelist=n2", "--unbuffered", "--mpi=none"):
+    for word in (f"--jobid={job}", "--overlap", "--nodelist=n2", "--unbuffered", "--mpi=none", "--cpu-bind=none"):
         assert word in asked.split()
     assert "--pty" not in asked, "there is no terminal"
+
+
+@pytest.mark.parametrize(
+    ("config", "is_undone"),
+    [
+        ("TaskPlugin              = task/affinity,task/cgroup\n", True),
+        ("TaskPlugin              = task/none\nTaskPluginParam         = (null type)\n", False),
+        ("TaskPlugin              = (null)\n", False),
+    ],
+)
+def test_nothing_is_said_of_bindings_where_slurm_makes_none(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, is_undone: bool
+) -> None:
+    """srun would say that the cluster cannot, before the shell's first line, to whoever wants none."""
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    job = fake.add(state="RUNNING", nodes="n[1-3]", comment="prime-hpc:tok", reason=None)
+    is_under_way(run_dir, job)
+    fake.behave("scontrol", say=config)
+    target = find_target(str(run_dir))
+    way = way_to(target, "trainer", 1, [], terminal=False, environ={})
+    assert ("--cpu-bind=none" in way.command) == is_undone
 
 
 def test_what_is_not_there(

@@ -135,6 +135,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     one = FakeSlurm(tmp_path)
     one.use(monkeypatch)
     one.behave("sinfo", say="\n".join(f"n{i} idle idle (null)" for i in range(1, 10)))
+    monkeypatch.setattr(requeue, "KEPT_S", 0.0)
+    monkeypatch.setattr(requeue, "KEPT_LOOK_S", 0.0)
     return one
 
 

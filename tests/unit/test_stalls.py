@@ -196,13 +196,12 @@ def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatc
     away = SlurmError(["scontrol"], 1, "Unable to contact slurm controller (connect failure)")
     answers: list[object] = [away, away, "JobId=7 NumNodes=2"]
 
-    def requeue(job: str, num_nodes: int, restarts: int) -> object:
+    def requeue(*_: object, **__: object) -> None:
         answer = answers.pop(0)
         if isinstance(answer, SlurmError):
             raise answer
-        return answer
 
-    monkeypatch.setattr(restart_policy, "requeue", requeue)
+    monkeypatch.setattr(restart_policy, "requeue_for_good", requeue)
     now = Raw()
 
     def sleep(seconds: float) -> None:

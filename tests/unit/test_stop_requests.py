@@ -112,10 +112,13 @@ def test_the_time_limit_may_change() -> None:
 
 def test_a_save_is_made_before_the_jobs_reservation_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     until: int | None = 600
-    now, over = float(int(time.time())), "0 min"
+    now, over, num_configs = float(int(time.time())), "0 min", 0
+    monkeypatch.setattr(time_limit, "CONFIG_S", 0.0)
 
     def ask(argv: list[str], *_: object) -> str:
+        nonlocal num_configs
         if argv[2] == "config":
+            num_configs += 1
             return f"Foo = x\nResvOverRun             = {over}\nBar = y"
         if argv[2] == "reservation":
             if until is None:
@@ -147,6 +150,9 @@ def test_a_save_is_made_before_the_jobs_reservation_ends(tmp_path: Path, monkeyp
     assert look() == (now + 50, 1), "once"
     until = 55
     assert look() == (now + 55, 2), "extended"
+    asked, over = num_configs, "10 min"
+    monkeypatch.setattr(time_limit, "CONFIG_S", 3600.0)
+    assert look() == (now + 55, 2) and num_configs == asked, "all of the site's configuration, for one line of it"
     until = None
     assert look() == (now + 55, 2), "what is not known now changes nothing"
     monkeypatch.setattr(stop_requests, "why_terminated", lambda *_: termination.Verdict("requeued", AT_LIMIT, False))

@@ -3,6 +3,7 @@
 What the run wrote of its placement is read, and Slurm is asked whether the node is still there; nothing is started.
 """
 
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,8 @@ def way_to(
     host = _host_of(target.path, status, target.job, label, number)
     job, group = _job_with(target.job, host, f"{target.path.name}-{role}")
     _refuse_lost(host)
-    options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none", "--export=ALL"]
+    options = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--export=ALL"]
+    options += ["--cpu-bind=none"] if _binds_tasks() else []
     options += ["--chdir=/", "--job-name=shell", "--pty" if terminal else "--unbuffered"]
     options += [*read_site(target.path).srun_args, *read_experiment(target.path / RUN_YAML).slurm.srun_args]
     where = [f"--jobid={job}", *([] if group is None else [f"--het-group={group}"])]
@@ -153,3 +155,13 @@ def _refuse_lost(host: str) -> None:
     state = next((words[1].lower() for words in lines if len(words) == 2 and words[0] == host), "")
     if state.endswith("*") or state.startswith(_LOST):
         raise NotThereError(f"node {host} is lost: Slurm says {state}")
+
+
+def _binds_tasks() -> bool:
+    """Return whether Slurm binds tasks to CPUs, which has to be undone; of a cluster that does not (TaskPlugin) srun
+    would say so, as of a fault, to whoever mentions it."""
+    try:
+        config = run_slurm(["scontrol", "show", "config"], ASK_TIMEOUT_S)
+    except SlurmError:
+        return True
+    return re.search(r"^TaskPlugin\s*=\s*(task/none|\(null\))?\s*$", config, re.MULTILINE) is None

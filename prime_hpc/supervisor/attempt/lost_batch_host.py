@@ -21,7 +21,7 @@ from typing import Literal
 
 from prime_hpc.slurm.client import ShownJob, SlurmError, run_slurm, show_job
 from prime_hpc.slurm.hostlist import expand_hosts
-from prime_hpc.slurm.requeue import leave_out, requeue, silent_nodes
+from prime_hpc.slurm.requeue import requeue_for_good, silent_nodes
 
 RETURN = "PRIMEHPC_RETURN"
 """Environment of the agents: a `Return` as JSON."""
@@ -195,9 +195,7 @@ def requeue_orphaned_job(
         try:
             if comes_back and known.mode == "requeue" and refusals < MAX_REFUSALS:
                 silent = silent_nodes(known.hosts) if known.exclude else []
-                job = requeue(known.job, known.num_nodes, restarts)
-                if job is not None:
-                    leave_out(job, known.job, silent, known.num_nodes)
+                requeue_for_good(known.job, known.num_nodes, restarts, silent, clock=clock, sleep=time.sleep)
             else:  # its nodes are free then, and a successor that waits with afternotok takes over
                 run_slurm(["scancel", known.job], timeout_s=ASK_S)
         except SlurmError as error:

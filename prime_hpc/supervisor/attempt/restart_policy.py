@@ -17,15 +17,13 @@ from prime_hpc.config.site import read_site
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.options import Mode
 from prime_hpc.slurm.placement import place_slurm
-from prime_hpc.slurm.requeue import RequeueDisabled, leave_out, requeue
+from prime_hpc.slurm.requeue import PATIENCE_S, RequeueDisabled, requeue_for_good
 from prime_hpc.slurm.script import restart_mode
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, known_record
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when another attempt follows (a successor, queued with afternotok, is
 to take over), or when one has begun elsewhere that this job must not disturb."""
-PATIENCE_S = 1800.0
-"""So long a controller may be away before the job ends without being requeued."""
 LOOK_S = 5.0
 
 FINAL = ("completed", "stopped", "interrupted")
@@ -159,8 +157,8 @@ def return_to_queue(
     end = clock() + PATIENCE_S
     while True:
         try:
-            job = requeue(job_id, num_nodes, restarts)
-            break
+            requeue_for_good(job_id, num_nodes, restarts, exclude, clock=clock, sleep=sleep)
+            return True
         except RequeueDisabled as error:
             logger.error(f"job {job_id} could not be requeued: {error}")
             return if_disabled()
@@ -170,6 +168,3 @@ def return_to_queue(
                 return False
             logger.warning(f"job {job_id} is to be requeued as soon as Slurm can be asked: {error}")
             sleep(LOOK_S)
-    if job is not None:
-        leave_out(job, job_id, exclude, num_nodes)
-    return True
