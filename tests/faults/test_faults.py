@@ -7,49 +7,50 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOWS = "kill,kill-all,stop,twins,ENOSPC"
 SAMPLE = 5
-
-
 READS = 40
 """Of some 5,000: the sample holds some of each kind of run, error and duration."""
+LIMIT_S, EXHAUSTIVE_LIMIT_S = 290, 880
+"""A little before pytest's own."""
+
+
+def swept(*flags: str, limit_s: float = EXHAUSTIVE_LIMIT_S) -> tuple[dict[str, Any], str]:
+    """The tool's figures, and what it said of each point that went wrong; it found none."""
+    command = [sys.executable, str(ROOT / "tools" / "faults"), "--json", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+    assert done.stdout, done.stderr[-3000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and figures["bad_points"] == [], f"{figures}\n{done.stderr[-6000:]}"
+    return figures, done.stderr[-6000:]
 
 
 def test_no_read_that_fails_deletes_or_starts_over() -> None:
-    flags = ["--reads", "--json", "--sample", str(READS), "--jobs", "2"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "faults"), *flags], cwd=ROOT, capture_output=True, text=True, timeout=290
-    )
-    assert done.stdout, done.stderr[-3000:]
-    figures = json.loads(done.stdout.splitlines()[-1])
+    figures, said = swept("--reads", "--sample", str(READS), "--jobs", "2", limit_s=LIMIT_S)
     wrong = {key: figures[key] for key in ("deleted_whole", "started_over", "skipped", "duplicated", "mismatches")}
-    assert not any(wrong.values()) and not figures["failed"], f"{wrong}\n{done.stderr[-6000:]}"
-    assert done.returncode == 0 and set(figures["kinds"]) == {"rl", "sft", "path", "many"}
+    assert not any(wrong.values()) and not figures["failed"], f"{wrong}\n{said}"
+    assert set(figures["kinds"]) == {"rl", "sft", "path", "many"}
     assert figures["never_reached"] <= 2 and figures["ended"] > READS // 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "profile", ["async", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mask", "images"))]
+    "profile, limit_s",
+    [
+        ("async", LIMIT_S),
+        *(pytest.param(name, EXHAUSTIVE_LIMIT_S, marks=pytest.mark.exhaustive) for name in ("mask", "images")),
+    ],
 )
-def test_a_run_broken_in_every_way_loses_nothing(profile: str, tmp_path: Path) -> None:
+def test_a_run_broken_in_every_way_loses_nothing(profile: str, limit_s: float, tmp_path: Path) -> None:
     flags = ["--how", HOWS, "--roles", "orchestrator,rank0,rank1", "--sample", str(SAMPLE), "--profiles", profile]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "faults"), "--json", *flags, "--keep", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=290,
-    )
-    assert done.stdout, done.stderr[-3000:]
-    figures = json.loads(done.stdout.splitlines()[-1])
+    figures, said = swept(*flags, "--keep", str(tmp_path), limit_s=limit_s)
     wrong = {key: figures[key] for key in ("skipped", "duplicated", "mismatches", "broken", "failed")}
-    assert not any(wrong.values()), f"{wrong}\n{done.stderr[-6000:]}"
-    assert done.returncode == 0 and figures["bad_points"] == []
+    assert not any(wrong.values()), f"{wrong}\n{said}"
     # a seeded sample of a list that grows with the product: some of each
     assert min(figures[key] for key in ("kill_points", "two_lives", "error_points")) >= 1
     assert figures["never_reached"] <= 2
@@ -59,18 +60,8 @@ def test_a_run_broken_in_every_way_loses_nothing(profile: str, tmp_path: Path) -
 @pytest.mark.exhaustive
 def test_a_batch_that_was_left_between_two_updates_is_done_again(tmp_path: Path) -> None:
     flags = ["--how", "kill,kill-all", "--roles", "rank0,rank1", "--sample", "2", "--profiles", "updates"]
-    flags += ["--match", "update updates", "--keep", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "faults"), "--json", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=290,
-    )
-    assert done.stdout, done.stderr[-3000:]
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert done.returncode == 0 and figures["bad_points"] == [], done.stderr[-6000:]
-    assert figures["kill_points"] == 2 and figures["mismatches"] == 0
+    figures, said = swept(*flags, "--match", "update updates", "--keep", str(tmp_path))
+    assert figures["kill_points"] == 2 and figures["mismatches"] == 0, said
 
 
 def test_a_fork_has_its_own_files_and_its_own_end_and_nothing_of_its_parents(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("tool", ["bare", "bench", "install", "ladder", "lock", "quickstart", "setup", "test", "tmux"])
+@pytest.mark.parametrize(
+    "tool", ["bare", "bench", "grafana/make.py", "install", "ladder", "lock", "quickstart", "setup", "test", "tmux"]
+)
 def test_a_tool_says_how_it_is_used(tool: str) -> None:
     """Also where what it needs is missing (those of argparse do without a word of ours)."""
     command = [str(ROOT / "tools" / tool), "--help"]

@@ -7,6 +7,7 @@
 New, Import, and choose a Prometheus that scrapes the runs (slurm/MONITORING.md).
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable
@@ -266,8 +267,11 @@ def dashboard() -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Write the file, or compare it."""
+    parser = argparse.ArgumentParser(prog="tools/grafana/make.py", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where the file is another")
+    options = parser.parse_args(argv)
     text = json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
-    if "--check" in argv:
+    if options.check:
         is_current = FILE.is_file() and FILE.read_text(encoding="utf-8") == text
         print("up to date" if is_current else f"{FILE.name} is not what the table says: run tools/grafana/make.py")
         return 0 if is_current else 1
