@@ -35,7 +35,7 @@ from prime_hpc.observe.logs import separate_native_stderr, setup_logger
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import Device, DeviceError, describe_cpu, describe_gpus, planned_device, require_gpus
-from prime_hpc.runtime.open_files import raise_descriptor_limit
+from prime_hpc.runtime.limits import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
 from prime_hpc.runtime.process_tree import die_with_parent
 from prime_hpc.runtime.role_context import LED, RoleContext
