@@ -84,7 +84,7 @@ class ChatClient(ServerClient, Client):
         Raises:
             EndpointRefusedError: no request of ours can succeed.
             ContextFullError: no room for a reply.
-            RequestRefusedError: the API says that this request is wrong.
+            RequestRefusedError: the API says that this request is wrong, or withheld its reply.
             ProviderError: it failed, again and again.
         """
         if not isinstance(dialect, ChatDialect):
@@ -105,6 +105,9 @@ class ChatClient(ServerClient, Client):
                     response.raw, self._num_forbidden = answer, 0
                     if session_id in self._answered:
                         self._answered[session_id] = True
+                    if answer["choices"][0].get("finish_reason") == "content_filter":
+                        text = f"{self.base_url}: a filter of the API withheld the reply"
+                        raise RequestRefusedError(text, status_code=403)  # no other: it is not asked for again
                     return response
                 except (ValueError, ValidationError, IndexError, KeyError, TypeError, AttributeError) as error:
                     status, did = 502, f"{did}, but no completion ({_why(error)}),"  # cut in the middle, an error page
@@ -171,7 +174,8 @@ def _read(raw: bytes) -> Any:
         if b"\\u" not in raw:
             raise
         try:
-            return from_json(whole_characters(json.dumps(json.loads(raw), ensure_ascii=False)))
+            whole = whole_characters(json.dumps(json.loads(raw), ensure_ascii=False))
+            return _with_known_reasons(from_json(whole))
         except RecursionError as error:
             raise ValueError("it is nested too deep") from error
 

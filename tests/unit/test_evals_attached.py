@@ -192,19 +192,42 @@ async def test_half_a_character_in_an_answer_is_replaced() -> None:
 @run
 async def test_a_reply_that_the_server_cut_off_for_repeating_itself_is_a_long_one() -> None:
     """vLLM has a word of its own for it; the answer was called none, and asked for again."""
-    message = {"index": 0, "message": {"role": "assistant", "content": "a a a"}, "finish_reason": "repetition"}
-    answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [message]}
+    texts = ["a a a", "a a\ud83d"]
 
     async def complete(request: web.Request) -> web.Response:
+        message = {"role": "assistant", "content": texts.pop(0)}
+        choices = [{"index": 0, "message": message, "finish_reason": "repetition"}]
+        answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
         return web.json_response(answer)
 
     sock, url = place()
     async with serving(sock, {"/v1/chat/completions": complete}):
         client = ChatClient(url, None, ChatOptions(200.0, 0), 200.0)
         body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
-        response = await client.get_response(ChatDialect(), body, SamplingConfig())
+        for text in ("a a a", "a a\ufffd"):
+            response = await client.get_response(ChatDialect(), body, SamplingConfig())
+            assert response.finish_reason == "length" and response.message.content == text
         await client.close()
-    assert response.finish_reason == "length" and response.message.content == "a a a"
+
+
+@run
+async def test_a_reply_that_a_filter_withheld_is_called_so_and_not_asked_for_again() -> None:
+    message = {"index": 0, "message": {"role": "assistant", "content": None}, "finish_reason": "content_filter"}
+    answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [message]}
+    asked: list[web.Request] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append(request)
+        return web.json_response(answer)
+
+    sock, url = place()
+    async with serving(sock, {"/v1/chat/completions": complete}):
+        client = ChatClient(url, None, ChatOptions(200.0, 3), 200.0)
+        body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        with pytest.raises(RequestRefusedError, match="a filter of the API withheld the reply"):
+            await client.get_response(ChatDialect(), body, SamplingConfig(), "s")
+        assert len(asked) == 1 and not client.is_unanswered(["s"])  # the API works
+        await client.close()
 
 
 @run
