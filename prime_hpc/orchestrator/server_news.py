@@ -49,12 +49,16 @@ class ServerNews:
             teacher = self._parts.teacher if news["role"] == "teacher" else None
             if news["state"] != "lost" and teacher is not None and teacher.is_other:
                 teacher.move(index, news["url"])
-        elif news["state"] == "lost":
+            return
+        server = self._table.servers[index]
+        if news["state"] == "lost":
             self._weights.drop(index)
             count = self._dispatcher.drop_server(index)
-            logger.warning(f"{count} episodes of {self._table.servers[index].url} are played again elsewhere")
-        elif news["url"] != self._table.servers[index].url:
-            self._table.servers[index].url = news["url"]
+            logger.warning(f"{count} episodes of {server.url} are played again elsewhere")
+            return
+        server.is_absent = False
+        if news["url"] != server.url:
+            server.url = news["url"]
             self._parts.clients[index].move(news["url"])
             for pool in (self._parts.train_pool, self._parts.eval_pool):
                 if pool is not None:

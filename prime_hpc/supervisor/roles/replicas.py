@@ -24,6 +24,11 @@ class Replicas:
         self._on_trial: set[str] = set()
         self._num_tries: dict[str, int] = {}
 
+    def invite(self, role: Role) -> None:
+        """Have an elastic server queue for a node."""
+        role.state, role.is_substitute_job = "away", True
+        self._due[role.spec.label] = 0.0
+
     def awaiting_recovery(self, role: Role) -> bool:
         """Return whether the server was lost with its node and has not served since."""
         return role.spec.label in self._on_trial and not self._served_since(role)
