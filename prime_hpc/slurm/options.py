@@ -131,8 +131,8 @@ def resolve_elastic(experiment: Experiment, site: SiteConfig, num_nodes: int, gp
         stated |= {"gres": None, "gpus_per_node": gpus}
     own = experiment.slurm.model_copy(update={"inference": group.model_copy(update=stated)})
     found = resolve("inference", experiment.model_copy(update={"slurm": own}), site).options
-    extra = {long_name(name) for name in elastic.extra}
-    return {name: value for name, value in found.items() if name in OF_NODES or name in extra}
+    named = {long_name(name) for name in (*stated, *elastic.extra)}
+    return {name: value for name, value in found.items() if name in OF_NODES or name in named}
 
 
 def key_of(role: SlurmRole, field: str, experiment: Experiment) -> str:
