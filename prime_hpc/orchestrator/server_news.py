@@ -1,4 +1,5 @@
-"""Acts on what the supervisor says of servers: one is lost with its node, or is being started at another address."""
+"""Acts on what the supervisor says of servers: one is lost with its node, is about to be, or is being started at
+another address."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,7 +44,8 @@ class ServerNews:
             self._fail(error)
 
     def act(self, news: dict[str, Any]) -> None:
-        """Play the episodes of a lost server elsewhere; ask one that is started again at its new address."""
+        """Play the episodes of a lost server elsewhere, give one that is leaving no more; ask one that is started again
+        at its new address."""
         index = news["index"]
         if news["role"] != self._role:
             teacher = self._parts.teacher if news["role"] == "teacher" else None
@@ -55,6 +57,9 @@ class ServerNews:
             self._weights.drop(index)
             count = self._dispatcher.drop_server(index)
             logger.warning(f"{count} episodes of {server.url} are played again elsewhere")
+            return
+        if news["state"] == "leaving":
+            self._weights.leave(index)
             return
         server.is_absent = False
         if news["url"] != server.url:

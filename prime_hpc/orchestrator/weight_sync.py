@@ -201,10 +201,18 @@ class WeightSync:
 
     def drop(self, index: int) -> None:
         """Wait for nothing of a server whose node is gone, until it is back."""
-        if self._table.mark_suspect(index, loop_time()):
-            logger.warning(f"inference server {self._table.servers[index].url} is gone with its node")
         self._lost.add(index)
-        self._table.servers[index].is_absent = True
+        self._set_aside(index, "is gone with its node")
+
+    def leave(self, index: int) -> None:
+        """Give a server no more episodes or versions: its node is about to go. What it plays may end before that."""
+        self._set_aside(index, "is leaving, and gets no more episodes")
+
+    def _set_aside(self, index: int, why: str) -> None:
+        server = self._table.servers[index]
+        server.is_absent = server.is_elastic
+        if self._table.mark_suspect(index, loop_time()):
+            logger.warning(f"inference server {server.url} {why}")
         loading = self._loading.get(index)
         if loading is not None:
             loading.cancel()

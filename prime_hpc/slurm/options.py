@@ -132,7 +132,8 @@ def resolve_elastic(experiment: Experiment, site: SiteConfig, num_nodes: int, gp
     own = experiment.slurm.model_copy(update={"inference": group.model_copy(update=stated)})
     found = resolve("inference", experiment.model_copy(update={"slurm": own}), site).options
     named = {long_name(name) for name in (*stated, *elastic.extra)}
-    return {name: value for name, value in found.items() if name in OF_NODES or name in named}
+    found = {name: value for name, value in found.items() if name in OF_NODES or name in named}
+    return found | {"signal": f"B:USR1@{experiment.slurm.restart.signal_lead_s}"}
 
 
 def key_of(role: SlurmRole, field: str, experiment: Experiment) -> str:

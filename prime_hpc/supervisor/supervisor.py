@@ -346,6 +346,7 @@ class Supervisor:
         elif role.state == "starting":
             if self._health.is_ready(role) if role.is_server else role.has_reported("ready"):
                 role.state, role.was_ready = "ready", True
+                self.attempt.nodes |= {role.spec.label: list(role.hosts)} if role.has_agents else {}  # now it has one
                 url = next((row["info"]["url"] for row in role.statuses() if row["info"].get("url")), None)
                 where = (
                     f", at {url}; its key is in {self._paths.root / TINKER_KEY}" if url and not role.is_server else ""

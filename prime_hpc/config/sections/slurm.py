@@ -101,7 +101,7 @@ class ElasticConfig(SlurmOptions):
     """Servers beyond those of `inference`, each a job of its own on one node, on nodes that are idle or that others may
     take back: it joins the run once it has a node, and the run goes on without it when that is gone."""
 
-    servers: int = Field(ge=1)
+    servers: int = Field(1, ge=1)
     """At most so many at once."""
 
 

@@ -301,7 +301,10 @@ class StepRole(Role):
             self._hellos[key] = message
         elif event == "adopted":
             self._adopted[key] = int(message["incarnation"])
-        elif event == "warned" and not self.is_substitute_job:  # the run outlives that one's end
+        elif event == "warned" and self.is_substitute_job:  # the run outlives the end of that job
+            if self.spec.is_elastic:
+                self._publish("server", role=self.spec.name, index=self.spec.index, state="leaving", url=self.url)
+        elif event == "warned":
             self.warned = int(message.get("signal", signal.SIGTERM))
         elif event == "replaced":
             who = f"the process of {self.spec.label} on {message['host']}"
