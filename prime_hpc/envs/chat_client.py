@@ -23,7 +23,7 @@ from verifiers.v1.types import Response, SamplingConfig
 
 from prime_hpc.client.http import NoAnswerError, ServerClient
 from prime_hpc.envs.legacy.messages import whole_characters
-from prime_hpc.envs.model_client import FULL, ContextFullError, RequestRefusedError, SampledTurn
+from prime_hpc.envs.model_client import CUT_OFF, FULL, ContextFullError, RequestRefusedError, SampledTurn
 from prime_hpc.envs.pool_settings import ChatOptions
 from prime_hpc.runtime.event_loops import loop_time
 
@@ -166,7 +166,7 @@ def _read(raw: bytes) -> Any:
     """Return an answer's JSON, with a replacement for each half of a character: sampled anew there may be one again.
     Raises ValueError: it is none."""
     try:
-        return from_json(raw)
+        return _with_known_reasons(from_json(raw))
     except ValueError:
         if b"\\u" not in raw:
             raise
@@ -174,6 +174,15 @@ def _read(raw: bytes) -> Any:
             return from_json(whole_characters(json.dumps(json.loads(raw), ensure_ascii=False)))
         except RecursionError as error:
             raise ValueError("it is nested too deep") from error
+
+
+def _with_known_reasons(answer: Any) -> Any:
+    """Return an answer in which each reply ended for a reason that verifiers knows."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict) and (reason := choice.get("finish_reason")) in CUT_OFF:
+            choice["finish_reason"] = CUT_OFF[reason]
+    return answer
 
 
 def _why(error: Exception) -> str:

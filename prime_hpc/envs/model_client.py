@@ -42,6 +42,8 @@ FULL = (
     *("too many tokens", "too long"),
 )
 """Words of servers where a conversation leaves no room for a reply."""
+CUT_OFF = {"repetition": "length"}
+"""vLLM's word for a reply that it has cut off, of which verifiers knows none -> the word for what it is, too long."""
 RETRY_DELAYS_S = (0.1, 0.25, 0.5, 1.0, 2.0)
 """Waits before asking an unreachable server again; the last one repeats."""
 
@@ -272,7 +274,8 @@ class PolicyClient(ServerClient, Client):
         routed = _routing_of(choice, len(prompt_ids) + len(token_ids))
         room = self._room(prompt_ids)
         if len(token_ids) <= room:
-            return _Reply(token_ids, logprobs, versions, routed, choice.get("finish_reason"))
+            reason = choice.get("finish_reason")
+            return _Reply(token_ids, logprobs, versions, routed, CUT_OFF.get(str(reason), reason))
         routed = None if routed is None else routed[: self.max_model_len - 1]
         return _Reply(token_ids[:room], logprobs[:room], versions[:room], routed, "length")
 

@@ -14,6 +14,7 @@ from typing import Any
 from loguru import logger
 from pydantic_core import from_json
 
+from prime_hpc.observe import wandb_run
 from prime_hpc.observe.line_file import LineFile
 from prime_hpc.observe.mlflow_run import MlflowRun
 
@@ -73,19 +74,7 @@ class MetricsWriter:
 
     def _start_wandb(self, arguments: dict[str, Any]) -> None:
         try:
-            import wandb
-
-            arguments = dict(arguments)
-            id_file = arguments.pop("id_file", None)
-            if "mode" not in arguments and not os.environ.get("WANDB_MODE") and not _has_credentials(wandb):
-                arguments["mode"] = "offline"  # it would ask for a key, and nobody is there to answer
-                logger.info("W&B has no credentials (`wandb login`, WANDB_API_KEY): its files stay here, `wandb sync`")
-            self._wandb = wandb.init(**arguments)
-            # our step is an ordinary value: an evaluation of an earlier version may come after a later batch
-            self._wandb.define_metric("*", step_metric="step")
-            if id_file is not None:
-                id_file.parent.mkdir(parents=True, exist_ok=True)
-                id_file.write_text(str(self._wandb.id) + "\n", encoding="utf-8")
+            self._wandb = wandb_run.begin(arguments)
         except Exception as error:  # noqa: BLE001 - whatever W&B does, the run goes on
             logger.warning(f"W&B is off for this run: {error}")
 
@@ -184,20 +173,8 @@ class MetricsWriter:
                 logger.warning(f"TensorBoard did not finish: {error}")
             self._tensorboard = None
         if self._wandb is not None:
-            try:
-                self._wandb.finish(exit_code=int(crashed))
-            except Exception as error:  # noqa: BLE001 - see _start_wandb
-                logger.warning(f"W&B did not finish: {error}")
+            wandb_run.finish(self._wandb, int(crashed))
             self._wandb = None
-
-
-def _has_credentials(wandb: Any) -> bool:
-    """Return whether W&B itself finds a key: in the environment, in its settings, in ~/.netrc. Its server is not
-    asked."""
-    try:
-        return bool(wandb.login(verify=False, prompt=False))
-    except TypeError:  # a version whose `login` always asks
-        return bool(wandb.api.api_key)
 
 
 def _cell(value: Any) -> Any:

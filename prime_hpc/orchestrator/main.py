@@ -37,7 +37,7 @@ from prime_hpc.orchestrator.setup import (
 )
 from prime_hpc.orchestrator.sft_eval_loop import EvalLoop, with_last_version
 from prime_hpc.orchestrator.trace_log import TraceLog
-from prime_hpc.runtime.open_files import raise_descriptor_limit
+from prime_hpc.runtime.limits import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient

@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-import weakref
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +35,37 @@ def page_locked(like: "torch.Tensor", device: "torch.device | None" = None) -> "
 
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype)
-    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    host = torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
-    if lock_pages(host.data_ptr(), like.nbytes, device):
-        cudart = torch.cuda.cudart()
-        released = weakref.finalize(host.untyped_storage(), _release, cudart, host.data_ptr(), memory)
-        released.atexit = False  # CUDA may have gone before
-    return host
+    memory = Pages(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.lock(device)
+    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
 
 
-def lock_pages(address: int, nbytes: int, device: "torch.device | None" = None) -> bool:
-    """Register host memory with CUDA; False, with a warning, where it refuses."""
+class Pages(mmap.mmap):
+    """Memory of the host that is registered with CUDA, once it is locked, for as long as anything uses it.
+
+    The registration goes first: to CUDA an address that it knows means the pages that lay there, and what is mapped at
+    the same place later would be copied from and to them, in silence.
+    """
+
+    _registered: "tuple[Any, int] | None" = None
+
+    def lock(self, device: "torch.device | None" = None) -> bool:
+        """Register all of it; False, with a warning, where CUDA refuses. `device`: as of `page_locked`."""
+        import torch
+
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        if _register(address, len(self), device):
+            self._registered = torch.cuda.cudart(), address
+        return self._registered is not None
+
+    def __del__(self) -> None:
+        """Before it is unmapped; not when the process ends, for CUDA may have gone before."""
+        if self._registered is not None and not sys.is_finalizing():
+            cudart, address = self._registered
+            cudart.cudaHostUnregister(address)
+
+
+def _register(address: int, nbytes: int, device: "torch.device | None" = None) -> bool:
     import torch
 
     cudart: Any = torch.cuda.cudart()
@@ -58,11 +78,6 @@ def lock_pages(address: int, nbytes: int, device: "torch.device | None" = None) 
         _said.add(code)
         say(f"{nbytes / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {code}): copies are slower")
     return not code
-
-
-def _release(cudart: Any, address: int, memory: mmap.mmap) -> None:
-    """Unregister before the pages go: `memory` is held until then."""
-    cudart.cudaHostUnregister(address)
 
 
 def _clear_error() -> None:

@@ -96,7 +96,7 @@ def requeue_for_good(
 
 
 def _is_kept(job_id: str, restarts: int, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
-    """Wait until a requeue is sure to outlive its controller; False: it did not."""
+    """Wait until a requeue is sure to outlive its controller, or nobody can say; False: it did not."""
     kept_at, end = clock() + KEPT_S, clock() + PATIENCE_S
     while clock() < end:
         sleep(KEPT_LOOK_S)
@@ -104,11 +104,13 @@ def _is_kept(job_id: str, restarts: int, clock: Callable[[], float], sleep: Call
             if not _is_again(show_job(job_id, SCONTROL_TIMEOUT_S)[0], restarts):
                 return False
         except SlurmError as error:
+            if not error.is_unreachable:
+                return True
             logger.debug(f"whether the requeue of job {job_id} is kept is unknown: {error}")
         else:
             if clock() >= kept_at:
                 return True
-    return True  # nobody can say
+    return True
 
 
 def _is_again(job: ShownJob, restarts: int) -> bool:

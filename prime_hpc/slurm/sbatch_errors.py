@@ -39,6 +39,12 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
         "slots come free with `prime-hpc sweep submit SWEEP --feed`",
     ),
     (
+        r"(assoc|qos)maxwalldurationperjob",
+        "slurm.time",
+        "ask for less time, or name another slurm.qos or slurm.account: `sacctmgr show qos format=Name,MaxWall` and "
+        "`sacctmgr show assoc user=$USER format=Account,QOS,MaxWall` show what each allows",
+    ),
+    (
         r"assocgrp|assocmax|qosmax|qosgrp|accounting/qos policy",
         "slurm",
         "the limits of your account do not allow it: ask for less, or name another slurm.account or slurm.qos",
@@ -82,6 +88,8 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 """Pattern of Slurm's words, the key that they are about, what to do; the first that fits counts."""
 
 
+REFUSED = "Slurm refused the job: "
+"""Begins what a refusal says."""
 _UNSPECIFIED = "Unspecified error"
 """Slurm's word where a rule of the site refuses a job; what that says is the site's own, and about no key of ours."""
 _TRIED_AGAIN = "sleeping and retrying"
@@ -95,16 +103,16 @@ def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     words = error_lines(error.stderr)
     low = words.lower()
     if (advice := LAYOUTS[layout].if_refused) and "not supported" in low:
-        return SlurmRefused(Problem(f"Slurm refused the job: {words}; {advice}", "slurm.layout"))
+        return SlurmRefused(Problem(f"{REFUSED}{words}; {advice}", "slurm.layout"))
     is_sites = _UNSPECIFIED in error.stderr
     named = re.search(r"(?:invalid|specification|value).*--([a-z-]+)", low) or re.search(r"--([a-z-]+) specif", low)
     if not is_sites and named and (field := named[1].replace("-", "_")) in SlurmConfig.model_fields:
-        return SlurmRefused(Problem(f"Slurm refused the job: {words}", f"slurm.{field}"))
+        return SlurmRefused(Problem(f"{REFUSED}{words}", f"slurm.{field}"))
     for pattern, key, advice in () if is_sites else _REFUSALS:
         if re.search(pattern, low):
             advice = _partitions() if key == "slurm.partition" else advice
-            return SlurmRefused(Problem(f"Slurm refused the job: {words}" + (f"; {advice}" if advice else ""), key))
-    return SlurmRefused(Problem(f"Slurm refused the job: {words}", "slurm"))
+            return SlurmRefused(Problem(f"{REFUSED}{words}" + (f"; {advice}" if advice else ""), key))
+    return SlurmRefused(Problem(f"{REFUSED}{words}", "slurm"))
 
 
 def error_lines(stderr: str) -> str:

@@ -21,7 +21,7 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.event_loops import new_event_loop
-from prime_hpc.runtime.open_files import raise_descriptor_limit
+from prime_hpc.runtime.limits import raise_descriptor_limit
 from prime_hpc.runtime.role_context import BUS, RoleContext
 from prime_hpc.runtime.until_stopped import until_stopped
 from prime_hpc.store.errors import StoreError

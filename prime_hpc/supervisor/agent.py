@@ -48,6 +48,7 @@ from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
 from prime_hpc.runtime.gpus import stated_devices, visible_gpus
 from prime_hpc.runtime.host_memory import RecentOomKills
+from prime_hpc.runtime.limits import lift_limits
 from prime_hpc.runtime.process_tree import become_subreaper, end_families, end_strays
 from prime_hpc.runtime.role_context import LED, LOCAL_TASK, NODE, NODE_PORTS, RoleContext
 from prime_hpc.runtime.slurm_warning import WARNINGS
@@ -485,6 +486,7 @@ def main() -> None:
         sys.exit(2)
     run_dir, label, start_number = sys.argv[1:]
     logger.remove()  # what matters is said over the bus and through `Output`
+    lift_limits()
     sys.exit(Agent(Path(run_dir), label, int(start_number), dict(os.environ)).run())
 
 

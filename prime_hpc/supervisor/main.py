@@ -26,7 +26,7 @@ from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.runtime.device import NONE_SEEN
-from prime_hpc.runtime.open_files import raise_descriptor_limit
+from prime_hpc.runtime.limits import lift_limits
 from prime_hpc.slurm.allocation import Allocation, held_devices, job_argument
 from prime_hpc.slurm.containers import container_of
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
@@ -139,7 +139,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
             back by itself as `slurm.restart` says.
     """
     run_dir = Path(run_dir).resolve()
-    raise_descriptor_limit()
+    lift_limits()
     environment = dict(os.environ if environ is None else environ)
     controls: Controls | None = None
     supervisor: Supervisor | None = None

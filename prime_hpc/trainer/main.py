@@ -35,7 +35,7 @@ from prime_hpc.observe.logs import separate_native_stderr, setup_logger
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import Device, DeviceError, describe_cpu, describe_gpus, planned_device, require_gpus
-from prime_hpc.runtime.open_files import raise_descriptor_limit
+from prime_hpc.runtime.limits import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
 from prime_hpc.runtime.process_tree import die_with_parent
 from prime_hpc.runtime.role_context import LED, RoleContext
@@ -48,6 +48,7 @@ from prime_hpc.trainer.command_line import agree_on_config, collectives_interfac
 from prime_hpc.trainer.determinism import make_deterministic
 from prime_hpc.trainer.profiling import last_collectives, record_collectives, snapshot_when_out_of_memory
 from prime_hpc.trainer.ranks import file_store
+from prime_hpc.weight_transport.network.nccl import read_again
 
 TERM_GRACE_S = 3.5
 """After SIGTERM: time to leave the current Python code; a rank stuck in a collective is ended after it."""
@@ -133,6 +134,8 @@ def start_process_group(experiment: Experiment) -> torch.device:
     bound = device if device.type == "cuda" else None
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     engines_join = experiment.weights.transport == "nccl"
+    if engines_join:
+        os.environ.update(read_again(os.environ))
     meeting = file_store(world_size, engines_join=engines_join) if "RANK" in os.environ else dist.HashStore()
     if meeting is None:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)

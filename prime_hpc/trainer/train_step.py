@@ -45,7 +45,7 @@ from prime_hpc.trainer.objectives.top_share import top_share_threshold
 from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
-from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over, whole_gradient_bytes
+from prime_hpc.trainer.parallel.gradients import local_gradients, spoiled, squared_norm, sum_over, whole_gradient_bytes
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
 from prime_hpc.trainer.slow_ranks import SlowRanks
 from prime_hpc.trainer.token_log import Watch
@@ -470,10 +470,11 @@ class TrainStep:
     def _check_finite(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(metrics[k])]
         if bad:
+            where = "" if "loss" in bad else spoiled(self.policy, self.slot)
             self.optimizer.zero_grad()
             raise NonFiniteError(
-                f"step {step}: {' and '.join(f'{self.called}{k} = {metrics[k]}' for k in bad)}; stopped before version "
-                f"{step} was made or published. Version {step - 1} is intact. Look at batch {step} (rewards, "
+                f"step {step}: {' and '.join(f'{self.called}{k} = {metrics[k]}' for k in bad)}{where}; stopped before "
+                f"version {step} was made or published. Version {step - 1} is intact. Look at batch {step} (rewards, "
                 f"advantages), or lower {self.section}.lr or trainer.optim.max_norm",
                 step,
                 batch,

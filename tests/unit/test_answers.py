@@ -312,6 +312,14 @@ def test_a_refusal_of_a_site_s_own_is_told_in_its_words_and_about_no_key() -> No
         assert problem.key == "slurm" and problem.message == f"Slurm refused the job: {told}"
 
 
+def test_a_refusal_for_a_limit_on_time_names_the_time() -> None:
+    """Words of every refusal for a policy follow it: of accounts in general."""
+    said = "sbatch: error: QOSMaxWallDurationPerJobLimit\nsbatch: error: Batch job submission failed: "
+    said += "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    (problem,) = sbatch_errors.refusal(client.SlurmError(["sbatch"], 1, said), "packed").problems
+    assert problem.key == "slurm.time" and "MaxWall" in problem.message
+
+
 def test_srun_that_makes_no_step_is_no_nodes_fault(answers: dict[str, dict[str, Any]]) -> None:
     for name in ("gres", "nodelist"):
         assert any(words in answers[f"srun: {name}"]["stdout"] for words in NO_STEP)

@@ -63,6 +63,20 @@ def test_of_open_files_the_limit_counts_that_roles_raise_themselves_to(hard: int
     assert done.stdout.startswith(f"{state:<4}  open files: limit {hard}")
 
 
+def test_packages_of_the_user_that_hide_the_environments_are_named(tmp_path: Path) -> None:
+    def install(folder: str, *names: str) -> str:
+        for name in names:
+            (made := tmp_path / folder / f"{name}-1.0.dist-info").mkdir(parents=True)
+            (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        return str(tmp_path / folder)
+
+    user, own = install("user", "torch", "Typing_Extensions", "cowsay"), install("own", "torch", "typing-extensions")
+    [found] = doctor.check_user_packages(user, own)
+    assert found.state == "warn" and "hides this environment's torch, typing-extensions" in found.detail
+    assert not [*doctor.check_user_packages(install("other", "cowsay"), own)]
+    assert not [*doctor.check_user_packages()], "a virtual environment does not look there"
+
+
 def test_packages_that_are_missing_or_of_another_version() -> None:
     assert unmet(["numpy>=2.1", "prime-hpc[roles]"]) == []
     wrong = unmet(["numpy>=999", "no-such-package-here>=1"])

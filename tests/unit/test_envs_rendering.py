@@ -23,7 +23,7 @@ from prime_hpc.envs.rendering import (
     load_prompt_renderer,
     make_renderer,
 )
-from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.tiny_tokenizer import make_tokenizer
 
 PLAIN = """
@@ -344,6 +344,15 @@ async def ask(server: ScriptedServer, renderer: PromptRenderer, prompt: str) -> 
         return await client.sample(messages, tools, SamplingConfig(), "policy", None, None)
     finally:
         await client.close()
+
+
+def test_a_reply_that_the_engine_cut_off_for_repeating_itself_is_a_truncated_one(tokenizer: Any) -> None:
+    """vLLM's word for it (`repetition_detection`) passed for none at all, and that for a generation that was aborted:
+    another reply was sampled, until the prompt had one that does not repeat itself."""
+    renderer = PromptRenderer(tokenizer, make_renderer(tokenizer, "qwen3", False))
+    with ScriptedServer(tokenizer, lambda prompt, number: Reply("a a a", finish_reason="repetition")) as server:
+        response = asyncio.run(ask(server, renderer, "say"))
+    assert (response.finish_reason, response.message.content) == ("length", "a a a")
 
 
 def test_a_text_that_cannot_fit_is_not_encoded_to_its_end(tokenizer: Any) -> None:

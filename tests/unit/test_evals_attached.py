@@ -190,6 +190,24 @@ async def test_half_a_character_in_an_answer_is_replaced() -> None:
 
 
 @run
+async def test_a_reply_that_the_server_cut_off_for_repeating_itself_is_a_long_one() -> None:
+    """vLLM has a word of its own for it; the answer was called none, and asked for again."""
+    message = {"index": 0, "message": {"role": "assistant", "content": "a a a"}, "finish_reason": "repetition"}
+    answer = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [message]}
+
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    sock, url = place()
+    async with serving(sock, {"/v1/chat/completions": complete}):
+        client = ChatClient(url, None, ChatOptions(200.0, 0), 200.0)
+        body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        response = await client.get_response(ChatDialect(), body, SamplingConfig())
+        await client.close()
+    assert response.finish_reason == "length" and response.message.content == "a a a"
+
+
+@run
 async def test_one_request_that_a_filter_refuses_costs_one_episode() -> None:
     statuses = [403, 200, *[403] * (FORBIDDEN_IN_A_ROW + 1)]
     message = {"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}

@@ -312,6 +312,11 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(sampler, "1")
     assert build_env(experiment(), device="cuda", scratch=Path("/s"))[sampler] == "1"
     assert "OMP_NUM_THREADS" not in cuda and "HF_HUB_OFFLINE" not in cuda and "VLLM_BATCH_INVARIANT" not in cuda
+    joins = experiment(weights={"transport": "nccl"})
+    assert (
+        "NCCL_PROTO" in build_env(joins, device="cuda", scratch=Path("/s"))["NCCL_NO_CACHE"]
+        and "NCCL_NO_CACHE" not in cuda
+    )
 
 
 def test_batch_invariance_is_for_gpus() -> None:

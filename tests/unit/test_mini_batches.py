@@ -1,6 +1,7 @@
 """Several updates by one batch: against the formulas in float64, refused, and how prompts are dealt."""
 
 import itertools
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,25 @@ def test_an_update_that_is_refused_is_told_and_taken_up_again(
     whole.run(1, batch, objective)
     step.run(1, batch, objective, done=2)
     assert all(torch.equal(each, weights_of(whole)[name]) for name, each in weights_of(step).items())
+
+
+def test_a_gradient_that_is_not_finite_is_told_by_the_parameter_nearest_to_the_loss(
+    group: None, models: tuple[Path, Path]
+) -> None:
+    experiment = config_of(CASES["mini-batches and epochs"], models[0])
+    step, batch = (
+        built(experiment),
+        scripted(AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float64).eval()),
+    )
+    layers = step.policy.hf.model.layers
+    overflow = layers[0].mlp.down_proj.register_full_backward_hook(lambda module, into, out: (into[0] * torch.inf,))
+    with pytest.raises(NonFiniteError, match=r"grad_norm = (nan|inf) \(not finite are the gradients of") as refused:
+        step.run(1, batch, loss_of(experiment))
+    overflow.remove()
+    told = re.search(r"of (\d+) of (\d+) parameters; .* is (\S+)\)", str(refused.value))
+    assert told is not None and told[3].endswith("layers.0.post_attention_layernorm.weight"), refused.value
+    assert len(layers) > 1 and 0 < int(told[1]) < int(told[2]) == sum(1 for _ in step.policy.parameters())
+    assert all(p.grad is None for p in step.policy.parameters())
 
 
 def test_a_mini_batch_without_targets_is_no_update(group: None, models: tuple[Path, Path]) -> None:

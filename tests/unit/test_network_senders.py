@@ -23,10 +23,12 @@ from prime_hpc.store.manifest import Manifest
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.model.files import INDEX
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.determinism import NCCL_VARIABLES
 from prime_hpc.trainer.weights.safetensors_layout import SafetensorsLayout, TensorSpec
 from prime_hpc.weight_transport.network import group as network_group
 from prime_hpc.weight_transport.network import sender as network_sender
 from prime_hpc.weight_transport.network.group import BUCKET_S, CONTAINED, Group
+from prime_hpc.weight_transport.network.nccl import SHARED, read_again
 from prime_hpc.weight_transport.network.sender import NetworkSender
 from prime_hpc.weight_transport.transport import Place, VersionForm, WholeFile
 from tests.support.network_world import World, open_world
@@ -266,17 +268,76 @@ def test_a_gpu_sends_on_a_stream_of_the_group(world: World, monkeypatch: pytest.
 
 
 def test_groups_that_are_made_side_by_side_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The servers of a trainer join at once, each in a thread of its own."""
+    """The servers of a trainer join at once, each in a thread of its own, and none waits for another."""
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    entered = threading.Event()
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    stated = contextlib.ExitStack(), contextlib.ExitStack()
+    for each in stated:
+        each.enter_context(network_group._stated(CONTAINED | SHARED))
+    stated[0].close()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and os.environ["NCCL_PROTO"] == SHARED["NCCL_PROTO"]
+    stated[1].close()
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ and os.environ["NCCL_PROTO"] == "LL"
+    assert not network_group._stated_before
 
-    def make() -> None:
-        with network_group._stated(CONTAINED):
-            entered.set()
 
-    other = threading.Thread(target=make)
-    with network_group._stated(CONTAINED):
-        other.start()
-        assert not entered.wait(0.2)
-    other.join(30)
-    assert entered.is_set() and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+class RecordingNccl:
+    """NCCL as far as a group needs it; notes what it would read when it makes its communicator, in the first
+    operation."""
+
+    read: list[dict[str, str | None]]
+
+    class Options:
+        pass
+
+    def __init__(self, *_: Any) -> None:
+        self._is_connected = False
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        if not self._is_connected:
+            self.read.append({name: os.environ.get(name) for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS")})
+        self._is_connected = True
+        return SimpleNamespace(wait=lambda: None)
+
+    def abort(self) -> None:
+        """Nothing is under way."""
+
+
+def test_both_ends_of_a_group_read_the_same_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trainer.deterministic` states an algorithm and a protocol in the trainer alone, and vLLM's batch invariance
+    another algorithm, and one channel, in engines alone: each end would wait for the other's protocol for ever."""
+    from vllm.utils import nccl as vllm_nccl
+
+    from prime_hpc.inference.vllm import transfer_engine
+
+    monkeypatch.setattr(RecordingNccl, "read", [], raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", RecordingNccl, raising=False)
+    monkeypatch.setattr(Group, "beside", lambda group: contextlib.nullcontext())
+    for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_NO_CACHE", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    store: Any = dist.HashStore()
+    store.set("g/here/1", "")
+    with monkeypatch.context() as trainers:
+        for name, value in NCCL_VARIABLES.items():
+            trainers.setenv(name, value)
+        Group(store, "g", 0, 2, "nccl", "127.0.0.1", torch.device("cpu")).connect()
+    monkeypatch.setattr(vllm_nccl, "_unpinned_env", None)
+    monkeypatch.setattr(vllm_nccl, "_nccl_has_no_cache", lambda: True)
+    vllm_nccl.pin_nccl_env({"NCCL_PROTO": "LL", "NCCL_ALGO": "allreduce:tree", "NCCL_MAX_NCHANNELS": "1"})
+    pinned = dict(os.environ)
+    monkeypatch.setattr(transfer_engine, "connect", lambda host, port: store)
+    engine: Any = object.__new__(transfer_engine.TransferEngine)
+    engine.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    engine.device = torch.device("cpu")
+    engine.init_transfer_engine(transfer_engine.JoinInfo("nccl", 2, [{"host": "127.0.0.1", "port": 1, "name": "g"}]))
+    trainer, server = RecordingNccl.read
+    assert trainer == server == {**SHARED, "NCCL_MAX_NCHANNELS": None}
+    assert dict(os.environ) == pinned
+
+
+def test_who_joins_a_group_has_nccl_read_its_variables_again() -> None:
+    assert read_again({}) == {"NCCL_NO_CACHE": "NCCL_ALGO,NCCL_PROTO"}
+    assert (
+        read_again({"NCCL_NO_CACHE": "NCCL_PROTO,NCCL_IB_HCA"})["NCCL_NO_CACHE"] == "NCCL_PROTO,NCCL_IB_HCA,NCCL_ALGO"
+    )

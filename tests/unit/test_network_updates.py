@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from prime_hpc.inference import check_version
 from prime_hpc.inference.check_version import BadVersionError
@@ -38,6 +39,29 @@ def test_weights_do_not_change_behind_a_connector_that_cannot_be_emptied(tmp_pat
     with pytest.raises(BadVersionError, match="LMCacheMPConnector would keep keys and values of other weights"):
         asyncio.run(service.update(str(tmp_path / "step_000001"), 1))
     assert engine.said == []
+
+
+def test_a_kept_cache_shares_nothing_of_older_weights_with_new_requests(tmp_path: Path) -> None:
+    """Neither blocks of a common prompt nor embeddings of a common image, which vLLM keeps by its content alone."""
+    engine: Any = Engine(tmp_path)
+    sent: list[tuple[str, str]] = []
+
+    async def add(request: Any) -> None:
+        sent.append((request.cache_salt, request.mm_features[0].identifier))
+
+    engine.engine_core.add_request_async = add
+    service = PolicyService(engine, SimpleNamespace(), None, lambda reason: None, keep_kv_cache=True)
+    service._share_within_version()
+    image: Any = MultiModalFeatureSpec(None, "image", "picture", PlaceholderRange(offset=0, length=4), "picture")
+
+    async def ask() -> None:
+        await engine.engine_core.add_request_async(SimpleNamespace(cache_salt=None, mm_features=[image]))
+
+    for loads in (0, 0, 1):
+        service._num_loads = loads
+        asyncio.run(ask())
+    assert sent[0] == sent[1] and not set(sent[0]) & set(sent[2])
+    assert image.identifier == image.mm_hash == "picture", "what other requests share has changed"
 
 
 def test_versions_come_paused_and_joined_once(world: World) -> None:

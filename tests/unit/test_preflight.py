@@ -1,5 +1,6 @@
 """Preflight's rules: what it concludes from times, names and the driver's words. Its processes: tests/integration."""
 
+import errno
 import json
 import math
 import os
@@ -43,6 +44,31 @@ def test_a_node_finds_itself_in_the_plan() -> None:
     assert preflight_node.pick_host(["x", full], {}) == full
     assert preflight_node.pick_host([f"{full.split('.')[0]}.cluster.example"], {}) is not None
     assert preflight_node.pick_host(["x"], {}) is None
+
+
+def test_a_node_whose_own_folders_are_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt would fail on it again; where they lie with the run directory, no node is to blame."""
+    full, shm, local = (tmp_path / name for name in ("full", "shm", "local"))
+    free, roomy = {"full": 0.0, "shm": 0.5, "local": 9.0}, preflight_node.tempfile.TemporaryFile
+    for folder in (full, shm, local):
+        folder.mkdir()
+
+    def temporary(dir: str) -> Any:
+        if dir == str(full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return roomy(dir=dir)
+
+    monkeypatch.setattr(preflight_node.tempfile, "TemporaryFile", temporary)
+    monkeypatch.setattr(preflight_node, "_free_gib", lambda folder: free.get(Path(folder).name))
+    monkeypatch.setattr(preflight_node, "narrow_limits", lambda **asked: [])
+    environ = {"TMPDIR": str(full), "PRIMEHPC_NODE_LOCAL": str(local)}
+    problems, shared, warnings = preflight_node.local_room(Path("/proc"), False, environ, str(shm))
+    assert len(problems) == 1 and f"its {full} takes no files (No space left on device, 0.00 GiB free)" in problems[0]
+    assert not shared and warnings == [f"its {shm} has 0.50 GiB free: roles may fail on it"]
+    problems, shared, _ = preflight_node.local_room(tmp_path, False, environ, str(shm))
+    assert not problems and len(shared) == 1
+    assert preflight_node.local_room(tmp_path, False, {}, "/not/there")[0] == [], "it is no fault"
+    assert not [*shm.iterdir(), *local.iterdir()]
 
 
 def test_messages_are_found_behind_a_launchers_label() -> None:

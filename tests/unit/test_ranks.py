@@ -183,7 +183,7 @@ def test_engines_on_other_nodes_reach_a_rank_that_sends_over_nccl(
     transport: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL has one interface a process: on the loopback one no other node's worker would find the sender."""
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_NO_CACHE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "PRIMEHPC_RANKS_FILE": f"{tmp_path}/own/store"}.items():
@@ -193,6 +193,7 @@ def test_engines_on_other_nodes_reach_a_rank_that_sends_over_nccl(
     ranks.stay_on_loopback(engines_join=True)  # as torchrun's agent does, which does not know
     main.start_process_group(Experiment.model_validate({"weights": {"transport": transport}}))
     assert os.environ.get("NCCL_SOCKET_IFNAME") == interface and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert ("NCCL_NO_CACHE" in os.environ) == (transport == "nccl")  # see `network.nccl`
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints

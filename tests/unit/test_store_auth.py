@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from prime_hpc.runtime import open_files
 from prime_hpc.store.batch.rank_files import write_batch
 from prime_hpc.store.manifest import MANIFEST
 from prime_hpc.store.messaging import auth
@@ -242,15 +241,3 @@ def test_the_manifest_is_not_handed_to_strangers(handing, hub):
         raw.settimeout(WAIT_S)
         raw.sendall(json.dumps({"artifact": "rollouts/step_000001", "file": MANIFEST}).encode() + b"\n")
         assert "size" in json.loads(raw.makefile("rb").readline())
-
-
-def test_the_descriptor_limit_is_raised():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = open_files.MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, open_files.MAX_DESCRIPTORS)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        assert open_files.raise_descriptor_limit() == most
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
-        assert open_files.raise_descriptor_limit() == most
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -88,7 +88,7 @@ def test_it_is_queued_as_soon_as_the_limit_allows(fake: FakeSlurm, run: Path) ->
 def test_what_time_does_not_mend_is_not_asked_for_again_and_again(fake: FakeSlurm, run: Path) -> None:
     fake.behave("sbatch", **BAD_ACCOUNT)
     keeper = watch(run)
-    wait_for(lambda: "Invalid account" in (status_of(run).no_successor or ""))
+    wait_for(lambda: "slurm.account: Invalid account" in (status_of(run).no_successor or ""))
     wait_for(lambda: not keeper._thread.is_alive())
     assert tries(fake) == 2, "by the submit, which met the limit, and by the watch"
     assert keeper.missing_s > 0, "the alarm stays"

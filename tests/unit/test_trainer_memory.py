@@ -304,6 +304,32 @@ def test_host_memory_of_the_optimizer_has_its_exact_size_and_is_given_back(monke
     assert page_locked_module.page_locked(torch.empty(0, 4)).shape == (0, 4)
 
 
+def test_room_for_a_save_is_no_longer_registered_when_it_is_unmapped(monkeypatch):
+    """A run of many that ends gives its room back, and the next one's is mapped at the same place: CUDA would go on
+    copying to the pages that lay there before."""
+    calls: list[tuple] = []
+
+    def unregister(address):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        places = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        calls.append(("unregister", address, any(first <= address < end for first, end in places)))
+
+    def register(address, size, flags):
+        calls.append(("register", address, size))
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    stage = HostStage({"a": torch.empty(1 << 20), "b": torch.empty(7)}, None, 1)
+    stage.touch()
+    last, address = stage.tensors["b"], stage.tensors["a"].data_ptr()
+    del stage
+    assert calls == [("register", address, (4 << 20) + 64)]  # somebody may still read it
+    del last
+    assert calls[1:] == [("unregister", address, True)]
+
+
 @pytest.fixture
 def refusing(monkeypatch):
     """Calls into a CUDA that registers nothing, and keeps its error until it is asked for it."""

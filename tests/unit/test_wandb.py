@@ -5,15 +5,21 @@ import os
 import struct
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.monitors import open_metrics
+from prime_hpc.observe import wandb_run
 from prime_hpc.observe.metrics import MetricsWriter, read_metrics, wandb_arguments
-from tests.support.runs import wait_until
+from tests.support.runs import free_port, wait_until
 
 CANARY = "can4ry-0f-a-k3y"
 _MODES = """
@@ -32,20 +38,80 @@ def start(offline=None):
 start()                                     # no credentials anywhere
 start(offline=False)                        # the config's word
 os.environ["WANDB_MODE"] = "online"; start(); del os.environ["WANDB_MODE"]
-Path(os.environ["HOME"], ".netrc").write_text("machine api.wandb.ai login user password " + "a" * 40 + "\\n")
+host = os.environ["WANDB_BASE_URL"].rpartition("/")[2]
+Path(os.environ["HOME"], ".netrc").write_text(f"machine {host} login user password {'a' * 40}\\n")
 Path(os.environ["HOME"], ".netrc").chmod(0o600)
-os.environ["WANDB_BASE_URL"] = "https://api.wandb.ai"
 start()                                     # `wandb login` was here
 print(json.dumps(asked))
 """
 
 
-def test_wandb_is_offline_only_where_it_has_no_credentials(tmp_path: Path) -> None:
+class _Server(BaseHTTPRequestHandler):
+    """Answers, if only that it has nothing."""
+
+    def do_HEAD(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *words: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+
+
+def modes(home: Path, url: str) -> list[str | None]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"}
-    environ = {**clean, "HOME": str(tmp_path)}
+    environ = {**clean, "HOME": str(home), "WANDB_BASE_URL": url}
     command = [sys.executable, "-c", _MODES]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == ["offline", "online", None, None], done.stderr
+    done = subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    found: list[str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_wandb_is_offline_where_it_has_no_credentials(tmp_path: Path, server: str) -> None:
+    assert modes(tmp_path, server) == ["offline", "online", None, None]
+
+
+def test_wandb_is_offline_where_its_server_cannot_be_reached(tmp_path: Path) -> None:
+    """As on compute nodes without a way to the internet, whatever credentials there are: `init` would keep nothing."""
+    assert modes(tmp_path, f"http://127.0.0.1:{free_port()}") == ["offline"] * 4
+
+
+def test_the_proxy_that_w_and_b_is_given_is_asked(server: str) -> None:
+    settings = SimpleNamespace(base_url="http://wandb.invalid", http_proxy=server, https_proxy=None)
+    through = SimpleNamespace(setup=lambda: SimpleNamespace(settings=settings))
+    assert wandb_run._why_unreachable(through) == ""
+    settings.http_proxy = f"http://127.0.0.1:{free_port()}"
+    assert "wandb.invalid" in wandb_run._why_unreachable(through)
+
+
+def test_a_server_that_takes_nothing_holds_no_role_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`finish` waits for as long as the network is away; the job would hold its nodes for that."""
+    import wandb
+
+    taken = threading.Event()
+
+    class Run:
+        id, settings = "1", SimpleNamespace(sync_dir="/run/wandb/offline-1")
+
+        def define_metric(self, *arguments: Any, **options: Any) -> None: ...
+        def finish(self, exit_code: int) -> None:
+            taken.wait(60)
+
+    monkeypatch.setattr(wandb, "init", lambda **arguments: Run())
+    monkeypatch.setattr(wandb_run, "FINISH_S", 0.05)
+    writer, said = MetricsWriter(tmp_path / "m.jsonl", {"project": "p", "mode": "offline"}), list[str]()
+    heard = logger.add(said.append, format="{message}")
+    try:
+        writer.close()
+    finally:
+        logger.remove(heard)
+        taken.set()
+    assert "wandb sync /run/wandb/offline-1" in said[0]
 
 
 def test_wandb_gets_the_numbers_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

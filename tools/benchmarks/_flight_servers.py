@@ -116,7 +116,7 @@ async def serve(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from prime_hpc.runtime.open_files import raise_descriptor_limit
+    from prime_hpc.runtime.limits import raise_descriptor_limit
 
     raise_descriptor_limit()
     asyncio.run(serve(json.loads(Path(sys.argv[1]).read_text())))

@@ -177,7 +177,7 @@ class WandbConfig(Section):
     """Rewards, advantages and lengths of the batch as histograms; default: yes, every `samples_interval`."""
     offline: bool | None = None
     """Force offline (or online) mode; default: as WANDB_MODE says, else offline where W&B finds no credentials
-    (WANDB_API_KEY, `wandb login`)."""
+    (WANDB_API_KEY, `wandb login`). Where its server cannot be reached: offline, whatever is said."""
 
     @model_validator(mode="after")
     def _at_some_time(self) -> "WandbConfig":

@@ -18,6 +18,7 @@ from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, scores, section
 from prime_hpc.inference.vllm.arguments import JSON, not_passed_through
 from prime_hpc.store.model.config import read_config
+from prime_hpc.weight_transport.network.nccl import read_again
 
 Device = Literal["cpu", "cuda"]
 
@@ -168,6 +169,8 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         env["VLLM_BATCH_INVARIANT"] = "1"
     if experiment.replays_routers and device == "cuda":
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that records experts
+    if experiment.weights.transport == "nccl":
+        env |= read_again(os.environ)
     if device == "cuda":
         env[NUM_WORKERS] = str(config.num_gpus)
         # Where nobody wants log-probabilities, as in evaluations, vLLM would draw by kernels of FlashInfer, which it

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.utils.nccl import unpinned_nccl_env
 
 from prime_hpc.inference.tensor_file import DTYPES
 from prime_hpc.inference.vllm import reloads
@@ -63,8 +64,9 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
                 store = connect(where["host"], where["port"])
                 group = Group(store, where["name"], rank, init_info.size, init_info.backend, where["host"], self.device)
                 self._groups += (group,)
-            for group in self._groups:  # not before all are there: each may take NCCL a second, and no rank waits long
-                group.connect()
+            with unpinned_nccl_env():  # what vLLM states for its own engines alone
+                for group in self._groups:  # not before all are there: each may take NCCL a second
+                    group.connect()
         except BaseException:
             self.shutdown()
             raise

@@ -20,7 +20,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -388,13 +388,18 @@ class PolicyService(WholeModel):
                 await asyncio.sleep(PAUSE_AGAIN_S)
 
     def _share_within_version(self) -> None:
-        """Let requests share the cache of a common prefix only with those that came under the same weights: new ones
-        must not begin with keys and values of weights that are gone, nor of a version that a run has made anew."""
+        """Let requests share the cache of a common prefix, and the embeddings of an image, only with those that came
+        under the same weights: new ones must not begin with keys and values of weights that are gone, nor of a version
+        that a run has made anew."""
         core = self._engine.engine_core
         add = core.add_request_async
 
         async def add_request_async(request: Any) -> None:
             request.cache_salt = f"{self._num_loads} {request.cache_salt or ''}"
+            request.mm_features = [  # replaced: the requests of one with `n` share them
+                replace(feature, identifier=f"{self._num_loads} {feature.identifier}")
+                for feature in request.mm_features or ()
+            ] or None
             await add(request)
 
         core.add_request_async = add_request_async

@@ -9,8 +9,10 @@ import os
 import re
 import resource
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
@@ -22,7 +24,7 @@ from prime_hpc.config.site import GENERIC, list_sites, load_site
 from prime_hpc.launch.doctor.finding import Finding, State
 from prime_hpc.launch.doctor.gpu_checks import check_builds, check_gpus
 from prime_hpc.runtime.gpus import installed_version, run_command
-from prime_hpc.runtime.open_files import raise_descriptor_limit
+from prime_hpc.runtime.limits import raise_descriptor_limit
 from prime_hpc.store.model.config import hub_cache
 from prime_hpc.supervisor.roles.caches import may_execute, node_local
 
@@ -48,6 +50,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_python,
         check_packages,
+        check_user_packages,
         lambda: check_builds(environ),
         check_vllm,
         check_compiler,
@@ -124,6 +127,25 @@ def check_packages() -> Iterator[Finding]:
             yield Finding(name, state, ", ".join(wrong), remedy)  # type: ignore[arg-type]
         else:
             yield Finding(name, "ok", f"{len(wanted.get(extra, []))} as required")
+
+
+def check_user_packages(user: str | None = None, own: str | None = None) -> Iterator[Finding]:
+    """Look for packages of `pip install --user`: they come before a conda environment's own, whatever their versions.
+
+    Args:
+        user: folder of the former; default this user's, where Python looks there at all (a venv's does not).
+        own: folder of the latter.
+    """
+    user = user or (site.getusersitepackages() if site.ENABLE_USER_SITE else "")
+    hidden = sorted(_packages_in(user) & _packages_in(own or sysconfig.get_paths()["purelib"])) if user else []
+    if hidden:
+        names = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if len(hidden) > 5 else "")
+        remedy = "set PYTHONNOUSERSITE=1 here and in the site profile's env, or uninstall them there"
+        yield Finding("user packages", "warn", f"{user} hides this environment's {names}", remedy)
+
+
+def _packages_in(folder: str) -> set[str]:
+    return {str(found.metadata["Name"]).lower().replace("_", "-") for found in metadata.distributions(path=[folder])}
 
 
 def check_vllm() -> Iterator[Finding]:
@@ -235,10 +257,10 @@ def check_limits() -> Iterator[Finding]:
         yield Finding("open files", "warn", f"limit {limit}, every rollout in flight needs some", remedy)
     else:
         yield Finding("open files", "ok", "unlimited" if limit == unlimited else f"limit {limit}")
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)  # as much as the roles let themselves have, too
     text = "unlimited" if locked == unlimited else f"limit {locked / 2**20:.0f} MiB"
     has_infiniband = any(Path("/sys/class/infiniband").glob("*"))
-    remedy = "InfiniBand needs it: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf, unlimited for slurmd"
+    remedy = "InfiniBand needs it: LimitMEMLOCK=infinity of slurmd, /etc/security/limits.conf"
     yield Finding.of("locked memory", locked == unlimited or not has_infiniband, text, remedy)
 
 

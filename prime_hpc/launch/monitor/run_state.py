@@ -252,8 +252,9 @@ def _of_open_attempt(one: Evidence, queue: Queue, now: float) -> _Verdict:
     if not job.is_active:
         return _Verdict("lost", f"Slurm says {job.state}{f' ({job.reason})' if job.reason else ''}, {no_end}", job)
     if _is_next_attempt(job, last) and job.state == "COMPLETING":
-        note = f"Slurm still ends the last attempt on {job.nodes}; if that takes minutes, a node does not answer: it "
-        note += "must come back, or be set down by an admin, before the job starts again"
+        note = f"Slurm still ends the last attempt on {job.nodes}; if that takes minutes, a process there cannot be "
+        note += "killed, and Slurm drains its node by itself, or a node does not answer: it must come back, or be set "
+        note += "down by an admin, before the job starts again"
         return _Verdict("requeued", note, job)
     if _is_next_attempt(job, last):
         note = f"a new attempt of job {job.job_id} (restart {job.restarts}); the last one wrote no end"

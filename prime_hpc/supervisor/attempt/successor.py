@@ -14,10 +14,10 @@ from pathlib import Path
 
 from loguru import logger
 
+from prime_hpc.slurm import sbatch_errors
 from prime_hpc.slurm.client import SBATCH_TIMEOUT_S, SlurmError
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.queue_facts.submit_limits import is_over_limit
-from prime_hpc.slurm.sbatch_errors import error_lines
 from prime_hpc.slurm.submission_record import write_record
 from prime_hpc.store.run_dirs import known_record, read_record
 
@@ -67,8 +67,10 @@ def try_successor(run_dir: Path, job_id: str, timeout_s: float = SBATCH_TIMEOUT_
 def _refusal(error: SlurmError | OSError) -> Refusal:
     if not isinstance(error, SlurmError) or error.is_unreachable or error.is_full:
         return Refusal(str(error), is_final=False)
-    words = error_lines(error.stderr)
-    return Refusal(words, is_final=not is_over_limit(error.stderr))
+    if is_over_limit(error.stderr):
+        return Refusal(sbatch_errors.error_lines(error.stderr), is_final=False)
+    (problem,) = sbatch_errors.refusal(error, "packed").problems  # what to change, too
+    return Refusal(f"{problem.key}: {problem.message.removeprefix(sbatch_errors.REFUSED)}", is_final=True)
 
 
 class SuccessorWatch:

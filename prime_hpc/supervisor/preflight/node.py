@@ -11,17 +11,20 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from prime_hpc.runtime.gpus import driver_problem, driver_version, torch_build
+from prime_hpc.runtime.limits import narrow_limits
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import disk, files, lustre
 from prime_hpc.store.run_dirs import read_json
 from prime_hpc.supervisor.preflight.gpu import USED_SHARE, gpu_facts
 from prime_hpc.supervisor.preflight.rules import peers_of
+from prime_hpc.supervisor.roles.caches import node_local
 from prime_hpc.supervisor.roles.ports import is_free
 
 MARK = "PREFLIGHT "
@@ -30,6 +33,10 @@ FACTS, RESULT = ".facts.json", ".result.json"
 LOST = "lost.json"
 """Written by the supervisor: hosts for which nobody need wait any more."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+ROOM_BYTES = 1 << 20
+"""That each local folder has to take: a role's first files there."""
+ROOM_GIB = 1.0
+"""Free there; less is soon used up by compilers' caches, or by engines that pass tensors to each other."""
 _GIB = 2**30
 
 
@@ -101,9 +108,7 @@ def node_facts(
         facts, with `problems` (the node must not be used), those of them that are `shared` (of the run directory, which
         all nodes see: none is to be avoided for it) and `warnings`.
     """
-    problems: list[str] = []
-    shared: list[str] = []
-    warnings: list[str] = []
+    problems, shared, warnings = list[str](), list[str](), list[str]()
     on_gpus = bool(check.get("on_gpus"))
     gpus = gpu_facts(check["gpus_asked"] if on_gpus else None, used_share=max_gpu_memory_used)
     driver = driver_version() if on_gpus else None
@@ -137,6 +142,8 @@ def node_facts(
     load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 2 * (os.cpu_count() or 1):
         warnings.append(f"its load is {load:.0f} with {os.cpu_count()} CPUs: somebody else works on it")
+    for found, more in zip((problems, shared, warnings), local_room(run_dir, on_gpus), strict=True):
+        found += more
     address = local_address()
     return {
         "names": local_hostnames(),
@@ -163,6 +170,36 @@ def _free_gib(folder: str) -> float | None:
         return round(shutil.disk_usage(folder).free / _GIB, 3)
     except OSError:
         return None
+
+
+def local_room(
+    run_dir: Path, on_gpus: bool, environ: Mapping[str, str] = os.environ, shared_memory: str = "/dev/shm"
+) -> tuple[list[str], list[str], list[str]]:
+    """Look at this node's own folders, where roles put sockets, compiled code and shared memory (jobs of all users fill
+    them, and what was killed leaves its files behind), and at limits that no process can lift.
+
+    Returns:
+        what no role can start with; the same of a folder that lies with the run directory, so that the node is not to
+        blame; what soon may be too little.
+    """
+    has_infiniband = any(Path("/sys/class/infiniband").glob("*"))
+    warnings = narrow_limits(on_gpus=on_gpus, has_infiniband=has_infiniband)
+    problems, shared = list[str](), list[str]()
+    for folder in dict.fromkeys([environ.get("TMPDIR") or "/tmp", str(node_local(environ)), shared_memory]):
+        if (free := _free_gib(folder)) is None:
+            continue
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(ROOM_BYTES))
+                file.flush()
+        except OSError as error:
+            said = f"its {folder} takes no files ({error.strerror}, {free:.2f} GiB free): no role can start on it; "
+            said += "whose files fill it they, or the site's staff, can delete"
+            (shared if Path(folder).stat().st_dev == run_dir.stat().st_dev else problems).append(said)
+            continue
+        if free < ROOM_GIB:
+            warnings.append(f"its {folder} has {free:.2f} GiB free: roles may fail on it")
+    return problems, shared, warnings
 
 
 def local_address() -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from prime_hpc.runtime.host_memory import HEADROOM, available_bytes
-from prime_hpc.runtime.page_locked import lock_pages
+from prime_hpc.runtime.page_locked import Pages
 from prime_hpc.store.errors import NoRoom, StoreError
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.io.files import make_dir
@@ -47,7 +47,6 @@ class HostStage:
         self._memory = (
             _anonymous(size, ranks_per_node, wanted_by, instead) if directory is None else _file_backed(size, directory)
         )
-        self._in_memory = directory is None
         self._pinned = False
         self._touched = threading.Event()
         self.tensors = {name: self._tensor(part, offsets[name]) for name, part in parts.items()}
@@ -61,10 +60,11 @@ class HostStage:
 
     def touch(self) -> None:
         """Make the memory real: later copies meet no page fault. Seconds for many GiB: a thread may do it."""
-        whole = np.frombuffer(self._memory, np.uint8)
-        whole.fill(0)
-        self._pinned = self._in_memory and _pin(whole)
-        self._touched.set()
+        try:
+            np.frombuffer(self._memory, np.uint8).fill(0)
+            self._pinned = isinstance(self._memory, Pages) and torch.cuda.is_initialized() and self._memory.lock()
+        finally:
+            self._touched.set()
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, torch.Tensor], after: "torch.cuda.Event | None" = None) -> None:
@@ -94,14 +94,14 @@ class HostStage:
         return torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
 
-def _anonymous(size: int, ranks_per_node: int, wanted_by: str, instead: str) -> mmap.mmap:
+def _anonymous(size: int, ranks_per_node: int, wanted_by: str, instead: str) -> Pages:
     available = available_bytes()
     if size * ranks_per_node > available * HEADROOM:
         raise StoreError(
             f"{wanted_by} needs {size * ranks_per_node / 2**30:.1f} GiB of host memory on this node, "
             f"{available / 2**30:.1f} GiB are free: {instead}"
         )
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # huge pages: a five-hundredth of the page faults
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -119,10 +119,3 @@ def _file_backed(size: int, directory: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), max(size, 1), flags=mmap.MAP_SHARED)
     except NoRoom as error:  # this node's disk is too small: no room to wait for, or to make by deleting checkpoints
         raise StoreError(str(error)) from error
-
-
-def _pin(memory: np.ndarray) -> bool:
-    """Register host memory with CUDA, where this process uses it."""
-    if not torch.cuda.is_initialized():
-        return False
-    return lock_pages(memory.ctypes.data, memory.nbytes)

@@ -5,6 +5,7 @@ Sums and norms are taken after the last backward pass of a step: FSDP has summed
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from prime_hpc.trainer.parallel.tensor import local
+
+if TYPE_CHECKING:
+    from prime_hpc.trainer.model.policy import Policy
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -74,3 +78,20 @@ def squared_norm(parameters: list[torch.Tensor], device: torch.device) -> torch.
             norms = torch.stack(torch._foreach_norm(shards))
             total = total + norms.double().square().sum() / holders
     return total
+
+
+@torch.no_grad()
+def spoiled(policy: "Policy", slot: int) -> str:
+    """Say which gradients of a step are NaN or infinite, whichever rank holds them. Collective.
+
+    What goes wrong in a layer's backward pass spreads towards the embeddings: the last of the model's parameters that
+    has it is the nearest to its origin. `slot`: of the adapter, where the policy has any.
+    """
+    named = policy.named_parameters() if policy.adapters is None else policy.adapters.named_parameters(slot).items()
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    wrong = [p.grad is not None and not bool(local(p.grad).isfinite().all()) for _, p in trained]
+    flags = torch.tensor(wrong, dtype=torch.int32, device=trained[0][1].device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    found = [name for (name, _), flag in zip(trained, flags.tolist(), strict=True) if flag]
+    of = f"of {len(found)} of {len(trained)} parameters"
+    return f" (not finite are the gradients {of}; the nearest to the loss is {found[-1]})" if found else ""

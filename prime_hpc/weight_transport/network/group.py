@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.network import Network, route_to
+from prime_hpc.weight_transport.network.nccl import SHARED
 
 JOIN_S = 30.0
 """Longest that one end waits for the others."""
@@ -24,7 +25,9 @@ BUCKET_S = 60.0
 """Longest that one bucket may take: what a peer costs that has stopped, and does not say so."""
 CONTAINED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """Of a group's watchdog, which by default ends the process when a peer is gone, or later than the group's timeout."""
-_STATING = threading.Lock()
+_stating = threading.Lock()
+_stated_before: dict[str, tuple[str | None, int]] = {}
+"""Variables that are stated now: what they were before, and by how many."""
 
 
 def listen(host: str, network: Network) -> "tuple[dist.TCPStore, int]":
@@ -93,7 +96,7 @@ class Group:
         try:
             # for who has not come NCCL would wait in a call that nothing ends
             self._store.wait([f"here/{rank}" for rank in range(self._size)], self._timeout)
-            with self.beside():
+            with self.beside(), _stated(SHARED):
                 self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
         except BaseException:
             self.close()
@@ -137,19 +140,25 @@ class Group:
 
 @contextlib.contextmanager
 def _stated(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for what is made inside; then they are as before. One thread at a time: servers join the
-    trainer side by side, and one would take the other's variables for those of before."""
-    with _STATING:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
+    """Environment variables for what is made inside; then they are as before. Servers join the trainer side by side:
+    the first of several threads finds what was before, the last one puts it back."""
+    with _stating:
+        for name, value in variables.items():
+            before, number = _stated_before.get(name, (os.environ.get(name), 0))
+            _stated_before[name] = before, number + 1
+            os.environ[name] = value
+    try:
+        yield
+    finally:
+        with _stating:
+            for name in variables:
+                before, number = _stated_before.pop(name)
+                if number > 1:
+                    _stated_before[name] = before, number - 1
+                elif before is None:
                     del os.environ[name]
                 else:
-                    os.environ[name] = value
+                    os.environ[name] = before
 
 
 def _await_device(device: torch.device) -> None:
