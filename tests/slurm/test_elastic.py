@@ -52,6 +52,8 @@ def test_a_server_joins_is_taken_away_and_comes_back(cluster: Cluster) -> None:
     assert "comes and goes" in cluster.ask("scontrol", "show", "job", job)
     orchestrator = run_dir / "logs" / "attempt_1" / "orchestrator" / "orchestrator.log"
     cluster.wait_until(lambda: "takes episodes again" in orchestrator.read_text(), "it gets episodes", timeout=60)
+    cluster.ask("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before its time limit
+    cluster.wait_until(lambda: "is leaving" in orchestrator.read_text(), "it gets no more episodes", timeout=60)
     cluster.ask("scancel", job)  # as a preemption does
     cluster.wait_until(lambda: "inference[1] has left" in said(), "it leaves", timeout=60)
     before = last_step(run_dir)
