@@ -124,6 +124,7 @@ def check_complete(
     if experiment.trains and entrypoint in ("rl", "sft", "submit", "plan"):
         _check_stages(experiment, provenance)
         _check_connector(experiment, provenance)
+        _check_elastic(experiment, provenance)
     if experiment.kind == "rl" and entrypoint in ("rl", "submit", "plan", "orchestrator"):
         brings_none = experiment.trainer.max_concurrent_runs > 1 and entrypoint != "orchestrator"  # its runs do
         if not experiment.orchestrator.env and not brings_none:
@@ -329,6 +330,26 @@ def _check_stages(experiment: Experiment, provenance: dict[str, Origin]) -> None
         "parallelism alone; set tensor_parallel_size instead"
     )
     raise ConfigError(Problem(message, key, origin_of(tuple(key.split(".")), provenance)))
+
+
+def _check_elastic(experiment: Experiment, provenance: dict[str, Origin]) -> None:
+    """Refuse servers that come and go where the run could not take them in, or not do without them."""
+    servers, why = experiment.inference, ""
+    if experiment.slurm.elastic is None:
+        return
+    if experiment.kind != "rl" or servers is None:
+        why = "adds to the servers that an RL run starts: state `inference`, or leave it out"
+    elif experiment.trainer.max_concurrent_runs > 1:
+        why = "is for one run: the runs of trainer.max_concurrent_runs > 1 know the servers that there are at first"
+    elif servers.sleep:
+        why = "are on GPUs of their own, and inference.sleep is for one that engine and trainer share"
+    elif experiment.weights.transport not in ("files", "delta"):
+        why = (
+            f"come and go, and weights.transport = {experiment.weights.transport} goes to the servers that there are "
+            "at first: state files or delta"
+        )
+    if why:
+        raise ConfigError(Problem(why, "slurm.elastic", origin_of(("slurm", "elastic"), provenance)))
 
 
 _CONNECTORS = ("kv_transfer_config", "kv_offloading_backend")

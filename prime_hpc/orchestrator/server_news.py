@@ -1,4 +1,5 @@
-"""Acts on what the supervisor says of servers: one is lost with its node, or is being started at another address."""
+"""Acts on what the supervisor says of servers: one is lost with its node, is about to be, or is being started at
+another address."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,18 +44,26 @@ class ServerNews:
             self._fail(error)
 
     def act(self, news: dict[str, Any]) -> None:
-        """Play the episodes of a lost server elsewhere; ask one that is started again at its new address."""
+        """Play the episodes of a lost server elsewhere, give one that is leaving no more; ask one that is started again
+        at its new address."""
         index = news["index"]
         if news["role"] != self._role:
             teacher = self._parts.teacher if news["role"] == "teacher" else None
             if news["state"] != "lost" and teacher is not None and teacher.is_other:
                 teacher.move(index, news["url"])
-        elif news["state"] == "lost":
+            return
+        server = self._table.servers[index]
+        if news["state"] == "lost":
             self._weights.drop(index)
             count = self._dispatcher.drop_server(index)
-            logger.warning(f"{count} episodes of {self._table.servers[index].url} are played again elsewhere")
-        elif news["url"] != self._table.servers[index].url:
-            self._table.servers[index].url = news["url"]
+            logger.warning(f"{count} episodes of {server.url} are played again elsewhere")
+            return
+        if news["state"] == "leaving":
+            self._weights.leave(index)
+            return
+        server.is_absent = False
+        if news["url"] != server.url:
+            server.url = news["url"]
             self._parts.clients[index].move(news["url"])
             for pool in (self._parts.train_pool, self._parts.eval_pool):
                 if pool is not None:

@@ -57,7 +57,7 @@ class WeightSync:
         self._loading: dict[int, asyncio.Task[None]] = {}
         self._unloaded: dict[int, tuple[int, str]] = {}
         """By server: the version that it did not load last time, and why."""
-        self._lost: set[int] = set()
+        self._lost = {index for index, server in enumerate(table.servers) if server.is_absent}
         """Servers for which `prepare` does not wait."""
         self._news = asyncio.Event()
         self._trouble = [asyncio.Event() for _ in self._clients]
@@ -201,9 +201,18 @@ class WeightSync:
 
     def drop(self, index: int) -> None:
         """Wait for nothing of a server whose node is gone, until it is back."""
-        if self._table.mark_suspect(index, loop_time()):
-            logger.warning(f"inference server {self._table.servers[index].url} is gone with its node")
         self._lost.add(index)
+        self._set_aside(index, "is gone with its node")
+
+    def leave(self, index: int) -> None:
+        """Give a server no more episodes or versions: its node is about to go. What it plays may end before that."""
+        self._set_aside(index, "is leaving, and gets no more episodes")
+
+    def _set_aside(self, index: int, why: str) -> None:
+        server = self._table.servers[index]
+        server.is_absent = server.is_elastic
+        if self._table.mark_suspect(index, loop_time()):
+            logger.warning(f"inference server {server.url} {why}")
         loading = self._loading.get(index)
         if loading is not None:
             loading.cancel()
@@ -387,7 +396,7 @@ class WeightSync:
         while True:
             await wait_for_event(self._trouble[index], PROBE_PAUSE_S)
             self._trouble[index].clear()
-            if server.ready:
+            if server.ready or server.is_absent:
                 warned = loop_time()
             elif await self._restore_server(index):
                 await self._announce()

@@ -19,6 +19,8 @@ TEACHER_URLS = "PRIMEHPC_TEACHER_URLS"
 JUDGE_URLS = "PRIMEHPC_JUDGE_URLS"
 URL_VARIABLES = {"inference": INFERENCE_URLS, "teacher": TEACHER_URLS, "judge": JUDGE_URLS}
 """Group of engines -> the variable with `http://host:port/v1` of each of its servers."""
+NOWHERE = "http://127.0.0.1:9/"
+"""Begins what stands in the place of the URL of a server that has no node yet, and may never get one."""
 ENV_HOSTS = "PRIMEHPC_ENV_HOSTS"
 """`host:port` of the job's nodes that play episodes for the orchestrator."""
 ENV_KEY = "PRIMEHPC_ENV_SERVER_KEY"

@@ -63,6 +63,8 @@ def options_with(**traits: bool) -> tuple[str, ...]:
 
 
 JOB_WIDE = options_with(of_job=True)
+OF_NODES = (*options_with(of_node=True), "gres", "gpus-per-node")
+"""Options that decide what kind of node a job gets."""
 _LARGEST = options_with(larger_wins=True)
 _GRES_GPU = re.compile(r"^gpu(?::(?P<type>[^:=(]+))??(?:[:=](?P<count>\d+))?(?:\(.*\))?$")
 _MEM = re.compile(r"^(\d+)([KMGT]?)B?$", re.IGNORECASE)
@@ -99,6 +101,39 @@ def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOp
     for name, value in options.items():
         _check_value(name, value, key_of(role, name.replace("-", "_"), experiment))
     return RoleOptions(role, options, count, partitions)
+
+
+def resolve_elastic(experiment: Experiment, site: SiteConfig, num_nodes: int, gpus: int) -> Options | None:
+    """Options of an elastic server's job: `slurm.elastic.X` over what decides on the nodes of the others.
+
+    Args:
+        num_nodes: of each of the others.
+        gpus: that each of the others computes on; so many are asked for, unless `slurm.elastic` says how many.
+
+    Returns:
+        None: the experiment has no such servers.
+
+    Raises:
+        ConfigError: as `resolve`; the others have more than one node each.
+    """
+    elastic, group = experiment.slurm.elastic, experiment.slurm.inference
+    if elastic is None:
+        return None
+    if num_nodes > 1:
+        raise ConfigError(
+            f"a server is on {num_nodes} nodes, and an elastic one is a job of one node: fewer engines a server "
+            "(inference.data_parallel_size), or leave it out",
+            "slurm.elastic",
+        )
+    stated = {name: value for name in SlurmOptions.model_fields if (value := getattr(elastic, name)) is not None}
+    stated["extra"] = {**group.extra, **elastic.extra}
+    if elastic.gres is None and elastic.gpus_per_node is None:
+        stated |= {"gres": None, "gpus_per_node": gpus}
+    own = experiment.slurm.model_copy(update={"inference": group.model_copy(update=stated)})
+    found = resolve("inference", experiment.model_copy(update={"slurm": own}), site).options
+    named = {long_name(name) for name in (*stated, *elastic.extra)}
+    found = {name: value for name, value in found.items() if name in OF_NODES or name in named}
+    return found | {"signal": f"B:USR1@{experiment.slurm.restart.signal_lead_s}"}
 
 
 def key_of(role: SlurmRole, field: str, experiment: Experiment) -> str:

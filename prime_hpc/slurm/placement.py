@@ -11,7 +11,16 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.gpu_split import assign_gpus
-from prime_hpc.slurm.options import Options, RoleOptions, SlurmRole, merge, needs_het, num_env_nodes, resolve
+from prime_hpc.slurm.options import (
+    Options,
+    RoleOptions,
+    SlurmRole,
+    merge,
+    needs_het,
+    num_env_nodes,
+    resolve,
+    resolve_elastic,
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,8 @@ class Placement:
     groups: tuple[RoleGroup, ...]
     spares: tuple[int, ...] = ()
     """Homogeneous jobs: node offsets that no role uses at first."""
+    elastic: Options | None = None
+    """sbatch options of the one-node job of a server of `slurm.elastic`; None: there are none."""
 
     @property
     def abilities(self) -> LayoutRow:
@@ -139,7 +150,11 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
     placement = _PLACED_BY[layout](experiment, site)
     _check_ports(experiment, placement)
     groups = tuple(replace(group, device=_device(experiment, site, group)) for group in placement.groups)
-    return replace(placement, groups=groups)
+    like = next((group for group in groups if group.role == "inference"), None)
+    if like is None or not experiment.trains:
+        return replace(placement, groups=groups)
+    elastic = resolve_elastic(experiment, site, like.num_nodes, len(like.gpus or ()))
+    return replace(placement, groups=groups, elastic=elastic)
 
 
 def _device(experiment: Experiment, site: SiteConfig, group: RoleGroup) -> Literal["cuda", "cpu"]:

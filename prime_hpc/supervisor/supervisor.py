@@ -206,6 +206,8 @@ class Supervisor:
             if role.state == "waiting":
                 role.started = self._led.clock.now()
                 logger.info(f"{spec.label} shares a GPU with {', '.join(spec.after)}: it starts when they are ready")
+            elif spec.is_elastic:
+                self._led.replicas.invite(role)
             else:
                 self._begin(role)
         write_attempt(self._paths.attempts, self.attempt)  # a later attempt asks what became of these nodes
@@ -344,6 +346,7 @@ class Supervisor:
         elif role.state == "starting":
             if self._health.is_ready(role) if role.is_server else role.has_reported("ready"):
                 role.state, role.was_ready = "ready", True
+                self.attempt.nodes |= {role.spec.label: list(role.hosts)} if role.has_agents else {}  # now it has one
                 url = next((row["info"]["url"] for row in role.statuses() if row["info"].get("url")), None)
                 where = (
                     f", at {url}; its key is in {self._paths.root / TINKER_KEY}" if url and not role.is_server else ""
@@ -367,6 +370,8 @@ class Supervisor:
         `have_spoken`: agents of the role. Else no node is to blame: Slurm may have the step wait.
         """
         cause, outcome = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life)", "node_lost"
+        if self._led.let_go(role, cause):
+            return
         if have_spoken:
             self._note_lost(hosts)
         else:
@@ -374,7 +379,7 @@ class Supervisor:
         if self._is_done_with(role):
             return
         can_go_on = self._plan.steps is not None and self._plan.steps.no_kill and role.is_server and role.was_ready
-        if not can_go_on or not self._can_do_without(role, hosts):
+        if not can_go_on or not self._led.can_do_without(role, hosts):
             self._kill_and_log(role, cause, hosts)
             self._let_trainer_save(role)
             raise Ended(1, cause, outcome)
@@ -383,14 +388,6 @@ class Supervisor:
         where = self._led.replicas.mark_lost(role, hosts)
         logger.warning(f"{cause}; the run goes on without it: {where}")
 
-    def _can_do_without(self, server: Role, lost: Sequence[str]) -> bool:
-        """Return whether another server of its role serves, or soon does, or spare nodes can take the place of its lost
-        ones."""
-        others = [role for role in self._led.roles if role.spec.name == server.spec.name and role is not server]
-        return any(role.state in ("ready", "starting") for role in others) or self._led.replicas.can_replace(
-            server, lost
-        )
-
     def _note_lost(self, hosts: Sequence[str]) -> None:
         self.attempt.lost_nodes = list(dict.fromkeys([*self.attempt.lost_nodes, *hosts]))
 
@@ -398,9 +395,9 @@ class Supervisor:
         """Start a server again that ended and should not have; for other roles end the attempt."""
         if not self._is_done_with(role) and not role.is_server and (lost := role.silent_hosts(NODE_SILENCE_GRACE_S)):
             self._on_lost_nodes(role, lost)
-        if self._is_done_with(role):  # it may have said so meanwhile
+        if self._is_done_with(role) or self._led.let_go(role, cause):  # it may have said so meanwhile
             return
-        if self._led.replicas.awaiting_recovery(role) and self._can_do_without(role, role.hosts):
+        if self._led.replicas.awaiting_recovery(role) and self._led.can_do_without(role, role.hosts):
             self._led.kill(role)
             logger.warning(f"{cause}; {self._led.replicas.mark_lost(role, role.hosts)}")
             return

@@ -175,7 +175,7 @@ def test_what_is_not_there(
     is_under_way(run_dir, job)
     for words, exit_code, said in (
         (("--role", "trainer", "--rank", "2"), 2, "ranks 0 to 1"),
-        (("--role", "inference", "--rank", "1"), 3, "inference[1] has lost its node"),
+        (("--role", "inference", "--rank", "1"), 3, "inference[1] has no node"),
         (("--role", "inference", "--rank", "5"), 2, "no inference[5]; it has inference[0]"),
         (("--role", "teacher"), 2, "no teacher[0]"),
         (("--role", "nobody"), 2, "no role 'nobody'"),

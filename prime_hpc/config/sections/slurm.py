@@ -97,6 +97,14 @@ class SlurmGroupConfig(SlurmOptions):
     """Nodes; default: as many as its ranks or engines need."""
 
 
+class ElasticConfig(SlurmOptions):
+    """Servers beyond those of `inference`, each a job of its own on one node, on nodes that are idle or that others may
+    take back: it joins the run once it has a node, and the run goes on without it when that is gone."""
+
+    servers: int = Field(1, ge=1)
+    """At most so many at once."""
+
+
 class RestartConfig(Section):
     """How a job comes back: one policy for time limits, preemption, lost nodes and crashes."""
 
@@ -188,6 +196,9 @@ class SlurmConfig(SlurmOptions):
     orchestrator: SlurmGroupConfig | None = None
     """Nodes (CPU-only) of the orchestrator in a het job; absent: it runs beside the trainer. With `nodes` above 1 the
     workers of its environments (`orchestrator.env_servers`) are on the others, in a packed job too."""
+    elastic: ElasticConfig | None = None
+    """More servers that come and go, each as a job of its own; what it does not state of a node is that of `inference`.
+    RL with weights over files."""
     shapes: list[ShapeConfig] | Literal["auto"] = []
     """Shapes that the job may have: `plan --when` says which starts first, `submit --best` takes it. `auto`: derived by
     these two: other splits between trainer and engines, half and twice the size, where they fit."""

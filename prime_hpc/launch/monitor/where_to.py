@@ -26,7 +26,7 @@ _MODULE = "prime_hpc.supervisor.roles.shell_on_node"
 _LOST = ("down", "fail", "error", "unknown", "power", "reboot")
 """Begin the states of nodes on which no step can be started."""
 _NOT_NOW = {
-    "away": "has lost its node and waits for another",
+    "away": "has no node, and waits for one",
     "waiting": "has not been started yet",
     "done": "is done",
     "dead": "has died",

@@ -177,6 +177,9 @@ class Plan:
             ],
             "roles": [_group(experiment, group) for group in placement.groups],
             "spares": list(placement.spares),
+            "elastic": {"servers": experiment.slurm.elastic.servers, "options": placement.elastic}
+            if experiment.slurm.elastic is not None and placement.elastic is not None
+            else None,
             "network": self.network,
             "restart": {"how": self.how, "signal_lead_s": experiment.slurm.restart.signal_lead_s}
             | {"events": self.restart_events},

@@ -92,6 +92,10 @@ def _role_lines(plan: Plan) -> list[str]:
     )
     if plan.placement.spares:
         lines.append(f"spare         {len(plan.placement.spares)} node(s) for the server of a lost one")
+    if (elastic := experiment.slurm.elastic) is not None and plan.placement.elastic is not None:
+        asked = " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in plan.placement.elastic.items())
+        count = f"up to {elastic.servers} more server(s)"
+        lines.append(f"elastic       {count}, each a one-node job that comes and goes: {asked or 'no options'}")
     return lines
 
 

@@ -7,6 +7,8 @@ reports errors.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prime_hpc.runtime.role_context import NOWHERE
+
 
 @dataclass
 class Server:
@@ -19,6 +21,10 @@ class Server:
     limit: float = 0.0
     """Episodes that it should have at most, where `concurrency` finds that out; 0 of all where it does not."""
     not_ready_since: float = 0.0
+    is_elastic: bool = False
+    """It comes and goes (`slurm.elastic`), and has no node at first."""
+    is_absent: bool = False
+    """An elastic one without a node, or about to lose it: nobody asks it, or waits for it."""
 
 
 class ServerTable:
@@ -26,7 +32,9 @@ class ServerTable:
 
     def __init__(self, urls: Sequence[str], now: float) -> None:
         assert urls, "a run needs at least one server"
-        self.servers = [Server(url, not_ready_since=now) for url in urls]
+        self.servers = [Server(url, not_ready_since=now, is_elastic=url.startswith(NOWHERE)) for url in urls]
+        for server in self.servers:
+            server.is_absent = server.is_elastic
         self._served = 0
         self._turn = 0
 

@@ -93,12 +93,30 @@ class LedRoles:
             role.reap()
         self.reaper.forget(role.pid)
 
+    def let_go(self, role: Role, cause: str) -> bool:
+        """Go on without an elastic server, which may get another node; False: it is none."""
+        if not role.spec.is_elastic:
+            return False
+        self.hubs.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
+        self.kill(role)
+        logger.info(f"{role.spec.label} has left ({cause}); {self.replicas.mark_lost(role, [])}")
+        return True
+
+    def can_do_without(self, server: Role, lost: Sequence[str]) -> bool:
+        """Return whether another server of its role serves, or soon does, or spare nodes can take the place of its lost
+        ones."""
+        others = [role for role in self.roles if role.spec.name == server.spec.name and role is not server]
+        if any(role.state in ("ready", "starting") for role in others):
+            return True
+        return self.replicas.can_replace(server, lost)
+
     def servers_without(self, lost: Sequence[str]) -> "LedRoles | None":
         """Return the servers alone, if the next attempt can do with them.
         `lost`: nodes of the trainer or the orchestrator, which spare nodes are to replace.
         Returns None where a server never served, had a part of its own on a lost node, or too few nodes are spare."""
         servers = [role for role in self.roles if role.is_server]
-        if not all(role.was_ready and not set(role.hosts) & set(lost) for role in servers):
+        needed = [role for role in servers if not role.spec.is_elastic]
+        if not all(role.was_ready and not set(role.hosts) & set(lost) for role in needed):
             return None
         swap = self.replicas.take_spares(lost)
         return None if swap is None else replace(self, roles=servers, swap=swap, held=None)

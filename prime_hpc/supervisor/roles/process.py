@@ -387,10 +387,11 @@ def one_after_another(specs: Sequence[Spec]) -> list[Spec]:
 
 
 def known_urls(stated: Urls, roles: Sequence[Role]) -> Urls:
-    """Return the URLs of the servers that were told where to listen, in order, after those that are stated."""
+    """Return the URLs of the servers that were told where to listen, in order, after those that are stated; not of
+    elastic ones."""
     urls = {name: list(known) for name, known in stated.items()}
     for role in roles:
-        if role.is_server and role.url:
+        if role.is_server and role.url and not role.spec.is_elastic:
             urls.setdefault(role.spec.name, []).append(role.url)
     return urls
 

@@ -23,6 +23,13 @@ class Replicas:
         self._due: dict[str, float] = {}
         self._on_trial: set[str] = set()
         self._num_tries: dict[str, int] = {}
+        self._said: dict[str, str] = {}
+        """By elastic server: the last word of its last job that never had a node."""
+
+    def invite(self, role: Role) -> None:
+        """Have an elastic server queue for a node."""
+        role.state, role.is_substitute_job = "away", True
+        self._due[role.spec.label] = 0.0
 
     def awaiting_recovery(self, role: Role) -> bool:
         """Return whether the server was lost with its node and has not served since."""
@@ -75,12 +82,22 @@ class Replicas:
             due = self._due.get(role.spec.label)
             if role.state == "away" and due is not None and self._clock() >= due:
                 del self._due[role.spec.label]
+                self._say_why_refused(role)
                 where = "in a job of its own" if role.is_substitute_job else f"on {', '.join(role.hosts)}"
                 logger.info(f"{role.spec.label} is started again {where}")
                 restart(role)
                 if role.is_substitute_job:
                     role.state = "away"  # until it has got a node, which may take as long as it takes
                     self._due[role.spec.label] = self._clock() + self._retry_s  # should its job fail
+
+    def _say_why_refused(self, role: Role) -> None:
+        """Say, once for each reason, that Slurm gave an elastic server no node."""
+        if not role.spec.is_elastic or not role.was_started or role.has_node:
+            return
+        label, said = role.spec.label, role.log_excerpt().strip().rpartition("\n")[2]
+        if self._said.get(label) != said:
+            self._said[label] = said
+            logger.warning(f"the job of {label} ended before it had a node: {said}; it is sent again and again")
 
     def _on_substitute_started(self, role: Role) -> None:
         """Hold a stand-in that has got its node to the deadlines of a start."""

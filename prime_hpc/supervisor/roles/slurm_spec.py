@@ -23,11 +23,13 @@ from prime_hpc.runtime.role_context import (
     ENV_KEY,
     INFERENCE_URLS,
     NODE_PORTS,
+    NOWHERE,
     RANKS_FILE,
     RANKS_PREFIX,
     URL_VARIABLES,
 )
 from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.options import OF_NODES
 from prime_hpc.slurm.placement import Placement, RoleGroup, stated_port
 from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.sockets import ALL, join
@@ -98,10 +100,33 @@ def slurm_specs(
                 spec,
                 hosts=hosts,
                 component=group.component,
-                options=placement.components[group.component].options,
+                options={k: v for k, v in placement.components[group.component].options.items() if k in OF_NODES},
                 gpus=group.gpus,
                 is_on_gpus=group.device == "cuda",
                 port=stated_port(experiment, placement, group),
+            )
+        )
+    return [*specs, *_elastic_specs(experiment, site, placement, run_dir)] if allocation.by_slurm else specs
+
+
+def _elastic_specs(experiment: Experiment, site: SiteConfig, placement: Placement, run_dir: Path) -> list[StepSpec]:
+    """Return servers like the others, without nodes."""
+    elastic, specs = experiment.slurm.elastic, list[StepSpec]()
+    if elastic is None or placement.elastic is None:
+        return specs
+    others = [group for group in placement.groups if group.role == "inference"]
+    gpus = None if others[0].gpus is None else tuple(range(len(others[0].gpus)))
+    for number in range(elastic.servers):
+        group = replace(others[0], index=len(others) + number, gpus=gpus, first_node=0)
+        spec = _inference(_Role(experiment, site, group, (), run_dir, {}))
+        specs.append(
+            replace(
+                spec,
+                options=placement.elastic,
+                gpus=gpus,
+                is_on_gpus=group.device == "cuda",
+                port=stated_port(experiment, placement, group),
+                is_elastic=True,
             )
         )
     return specs
@@ -225,6 +250,10 @@ def _orchestrator(of: _Role) -> StepSpec:
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder | None:
         if of.misses_servers(urls):
             return None
+        elastic = of.experiment.slurm.elastic
+        if elastic is not None and role == "orchestrator":  # where they are, it hears when they have a node
+            absent = [f"{NOWHERE}{number}/v1" for number in range(elastic.servers)]
+            urls = urls | {"inference": [*urls["inference"], *absent]}
         environment = {"OMP_NUM_THREADS": "1"} | {URL_VARIABLES[role]: ",".join(known) for role, known in urls.items()}
         commands = [[of.python, "-P", "-m", ORCHESTRATING_MODULES[role], str(of.run_dir)]]
         found = [hellos[f"{host}/0"] for host in spec.hosts[1:]]

@@ -23,7 +23,6 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.containers import Container, one_node_srun
 from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
-from prime_hpc.slurm.options import options_with
 from prime_hpc.slurm.termination import parse_words
 from prime_hpc.store.messaging.sockets import http_url
 from prime_hpc.supervisor.agent import LaunchOrder
@@ -32,8 +31,6 @@ from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 from prime_hpc.supervisor.roles.srun_environment import SET_BY_SBATCH
 
 HELLO_TIMEOUT_S = 180.0
-_OF_NODES = (*options_with(of_node=True), "gres", "gpus-per-node")
-"""sbatch options that a stand-in shares with the component whose node it replaces."""
 SCANCEL_TIMEOUT_S = 10.0
 SRUN_GRACE_S = 2.0
 WITHOUT_SRUN_S = 8.0
@@ -59,7 +56,7 @@ class StepSpec(RoleSpec):
     is_on_gpus: bool = False
     """True if it computes on them."""
     options: Mapping[str, str | bool] = field(default_factory=dict)
-    """sbatch options of its component, for a stand-in."""
+    """sbatch options of a job of its own: those that decide on its component's nodes, for a stand-in."""
     port: int | None = None
     """Of a server: HTTP port that its section states; None: its first agent has found one."""
 
@@ -146,8 +143,7 @@ class StepContext:
         A job that has lost a node cannot get it back; a job of its own can take its place.
         """
         command = ["sbatch", "--parsable", "--wait", "--nodes=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
-        own = {k: v for k, v in options.items() if k in _OF_NODES}
-        command += [f"--{k}" if v is True else f"--{k}={v}" for k, v in own.items() if v is not False]
+        command += [f"--{k}" if v is True else f"--{k}={v}" for k, v in options.items() if v is not False]
         command += [f"--job-name={name}", f"--output={str(log).replace('%', '%%')}", "--open-mode=append"]
         if self.container is None:
             return [*command, f"--wrap=exec {shlex.join([*self.python, '-P', '-m', *arguments])}"]
@@ -261,7 +257,7 @@ class StepRole(Role):
 
         Engines over several nodes are one group: a job of one node cannot be a part of it, nor the whole.
         """
-        return self._context.allocation.by_slurm and len(self.spec.hosts) == 1
+        return self._context.allocation.by_slurm and (len(self.spec.hosts) == 1 or self.spec.is_elastic)
 
     @property
     def _substitute_name(self) -> str:
@@ -305,6 +301,9 @@ class StepRole(Role):
             self._hellos[key] = message
         elif event == "adopted":
             self._adopted[key] = int(message["incarnation"])
+        elif event == "warned" and self.is_substitute_job:  # the run outlives the end of that job
+            if self.spec.is_elastic:
+                self._publish("server", role=self.spec.name, index=self.spec.index, state="leaving", url=self.url)
         elif event == "warned":
             self.warned = int(message.get("signal", signal.SIGTERM))
         elif event == "replaced":

@@ -55,6 +55,8 @@ class RoleSpec:
     """Of a server: see `named_code.BACKENDS`."""
     num_engines: int = 1
     """Of a server: data-parallel engines behind it."""
+    is_elastic: bool = False
+    """True of a server that comes and goes, as a job of its own (`slurm.elastic`)."""
 
     @property
     def label(self) -> str:
