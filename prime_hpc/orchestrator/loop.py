@@ -57,6 +57,7 @@ from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from prime_hpc.orchestrator.rollouts.failures import BarrenGroups, FailureWindow
 from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
+from prime_hpc.orchestrator.rollouts.same_tasks import digests, warn_of_others
 from prime_hpc.orchestrator.rollouts.seats import why_empty
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.server_news import ServerNews
@@ -96,8 +97,10 @@ class Orchestrator:
         self.totals = {"samples": 0, "tokens": 0}
         self.scorers = make_scorers(config, in_loss=exp.trainer.loss.distillation is not None)
         self.echo = Echo(config.advantage.echo) if config.advantage.echo is not None else None
+        self.task_digests = digests(parts.train_pool.sources)
         if state is not None:
             self.stream.load_state_dict(state["prompts"])
+            warn_of_others(state.get("task_digests", {}), self.task_digests)
             self.curriculum.load_state_dict(state.get("curriculum", {}))
             self.totals = dict(state["totals"])
             load_scorers(self.scorers, state)
@@ -333,6 +336,7 @@ class Orchestrator:
             "used": [group.prompt.position for group in groups],
             "dropped": self.book.drain_dropped(),
             "totals": dict(self.totals),
+            "task_digests": self.task_digests,
             **({"curriculum": curriculum} if curriculum else {}),
         }
 
