@@ -2,12 +2,14 @@
 
 Every family that lint takes: a small random model is served by vLLM on this CPU, then the trainer's next version, which
 its publisher wrote, is loaded into the running engine, then the base model again. The log-probabilities of what was
-sampled are compared with the trainer's own. A family that vLLM refuses to start is `not_served`: nothing silent.
+sampled are compared with the trainer's own. A family that vLLM refuses to start is `not_served`: nothing silent. One
+that starts and then fails is `wrong`, unless lint refuses it with CPU engines.
 
 `value`: largest difference of a log-probability, in nats.
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,9 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from prime_hpc.config import Experiment
 from prime_hpc.config.families import family_of
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import ParallelDims
+from prime_hpc.inference.backend import load_backend
 from prime_hpc.inference.vllm.backend import OTHER_ON_CPU
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
@@ -27,7 +31,7 @@ from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.weights.publish import build_publisher
 from tests.proofs import Proof
 from tests.proofs.prove_families import Verdict, one_rank
-from tests.proofs.served_engines import Engines, NotServedError, Reply, engines
+from tests.proofs.served_engines import EngineFailedError, Engines, NotServedError, Reply, engines
 from tests.support.every_family import VOCAB, CannotBuildError, family_names, served_config, tiny_model
 
 BOUND = 1e-2
@@ -38,6 +42,7 @@ HUB_KEYS = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True, "qk_norm": True},
     "lfm2": {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 192, "block_multiple_of": 8}
     | {"block_ffn_dim_multiplier": 1.0},
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_qk_norm": True},
@@ -76,6 +81,23 @@ def gap(policy: Policy, replies: list[Reply]) -> float:
     return worst if np.isfinite(worst) else float("inf")
 
 
+def told_by_lint(base: Path) -> str:
+    """What lint says of an RL run of the model with CPU engines."""
+    experiment = Experiment.model_validate(
+        {
+            "kind": "rl",
+            "device": "cpu",
+            "name": "x",
+            "output_dir": str(base.parent),
+            "seq_len": 64,
+            "model": {"name": str(base), "dtype": "float32"},
+            "orchestrator": {"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 24}},
+            "inference": {},
+        }
+    )
+    return "; ".join(refusal.reason for refusal in load_backend("vllm").refusals(experiment))
+
+
 def judge(family: str, folder: Path, served: Engines) -> Verdict:
     """One family's verdict.
 
@@ -110,6 +132,9 @@ def judge(family: str, folder: Path, served: Engines) -> Verdict:
             before, after, again = served.play(base, [paths.weights_step(1), base], VOCAB)
         except NotServedError as error:
             return Verdict(family, "not_served", reason=str(error))
+        except EngineFailedError as error:
+            told = told_by_lint(base)
+            return Verdict(family, "refused", reason=told) if told else Verdict(family, "wrong", math.inf, str(error))
         gaps = {"updated": gap(policy, after)}
         policy = load(base)
         gaps = {"base": gap(policy, before), **gaps, "base again": gap(policy, again)}

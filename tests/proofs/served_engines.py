@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,11 @@ ENVIRONMENT = {
 
 
 class NotServedError(Exception):
-    """The engine ended with an error; says which."""
+    """The engine refuses to start; says why."""
+
+
+class EngineFailedError(Exception):
+    """An engine that has started failed after that, or one came to no end; says how."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +61,17 @@ class Engines:
         self, base: Path, versions: Sequence[Path], vocab_size: int, adapter: Path | None = None
     ) -> list[list[Reply]]:
         """Replies of the base model, or of an adapter of it, then of each version that is loaded into the running
-        engine. Raises NotServedError."""
+        engine. Raises NotServedError, EngineFailedError."""
         assert self._process.stdin is not None and self._process.stdout is not None
         asked: dict[str, Any] = {"base": str(base), "versions": [str(version) for version in versions]}
         asked |= {"vocab_size": vocab_size, "adapter": None if adapter is None else str(adapter)}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline() or '{"error": "the process that starts engines is gone"}')
-        if "error" in answer:
-            raise NotServedError(answer["error"])
+        answer = json.loads(self._process.stdout.readline() or '{"failed": "the process that starts engines is gone"}')
+        if "refused" in answer:
+            raise NotServedError(answer["refused"])
+        if "failed" in answer:
+            raise EngineFailedError(answer["failed"])
         return [[Reply(*reply) for reply in replies] for replies in answer["replies"]]
 
 
@@ -111,13 +118,13 @@ def sample(llm: Any, vocab_size: int, seed: int, adapter: str | None = None) -> 
     return found
 
 
-def serve(base: str, versions: list[str], vocab_size: int, adapter: str | None) -> list[Any]:
-    """The whole life of one engine."""
+def start(base: str, adapter: str | None) -> Any:
+    """Start an engine."""
     from vllm import LLM
 
     options: dict[str, Any] = cpu_options(read_config(base) or {})
     options |= {} if adapter is None else {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    llm = LLM(
+    return LLM(
         base,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -131,6 +138,10 @@ def serve(base: str, versions: list[str], vocab_size: int, adapter: str | None) 
         seed=0,
         **options,
     )
+
+
+def serve(llm: Any, versions: list[str], vocab_size: int, adapter: str | None) -> list[Any]:
+    """Sample from each version."""
     llm.collective_rpc("policy_start")
     found = [sample(llm, vocab_size, 0, adapter)]
     for number, version in enumerate(versions, 1):
@@ -144,12 +155,26 @@ def serve(base: str, versions: list[str], vocab_size: int, adapter: str | None) 
 
 def answer_one(asked: dict[str, Any], out: Path) -> None:
     """In a fork: write the answer."""
+    what = "refused"
     try:
-        answer: dict[str, Any] = {"replies": serve(**asked)}
+        llm = start(asked["base"], asked["adapter"])
+        what = "failed"
+        replies = serve(llm, asked["versions"], asked["vocab_size"], asked["adapter"])
+        answer: dict[str, Any] = {"replies": replies}
     except Exception as error:  # noqa: BLE001 - models fail with errors of any class
-        text = " ".join(str(error).split())
-        answer = {"error": f"{type(error).__name__}: {text[:120]} ... {text[-120:]}" if len(text) > 240 else text}
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split()) or f"{Path(place.filename).name}:{place.lineno}: {place.line}"
+        text = f"{text[:120]} ... {text[-120:]}" if len(text) > 240 else text
+        answer = {what: f"{type(error).__name__}: {text}"}
     out.write_text(json.dumps(answer))
+
+
+def ended(status: int) -> dict[str, str]:
+    """The answer of a fork that wrote none: kernels that a CPU lacks may end it at any time, but in time."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGALRM:
+        return {"failed": f"no answer within {LIMIT_S} s"}
+    return {"failed": f"the engine's process ended ({code})"}
 
 
 def main() -> None:
@@ -169,8 +194,7 @@ def main() -> None:
                 answer_one(json.loads(line), out)
                 os._exit(0)
             _, status = os.waitpid(child, 0)
-            died = json.dumps({"error": f"the engine's process ended ({os.waitstatus_to_exitcode(status)})"})
-            channel.write((out.read_text() if out.exists() else died) + "\n")
+            channel.write((out.read_text() if out.exists() else json.dumps(ended(status))) + "\n")
             channel.flush()
 
 

@@ -17,6 +17,7 @@ def test_families_train_under_a_layout_or_are_refused_before_the_queue() -> None
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(7200)  # a quarter of an hour, beside others an hour; each group of families has a limit of its own
 def test_every_family_is_exact_or_refused_under_every_layout() -> None:
     proofs = list(prove(1))
     assert len(proofs) > 900

@@ -123,8 +123,8 @@ MUTATIONS = [
     ("correction", "left_out | outside", "outside", "ppo_clip + mask token + geometric", "value"),
     (
         "correction",
-        "logprobs.detach() - behaviour",
-        "logprobs - behaviour",
+        "targets.anchor - behaviour",
+        "targets.logprobs - behaviour",
         "aipo + truncate token",
         "gradient",
     ),
@@ -165,7 +165,11 @@ MUTATIONS = [
         "grpo + unbiased k3 reference",
         "gradient",
     ),
-    ("rl", "if config.correction is None else logprobs.detach()", "", "grpo + truncate token", "value"),
+    ("rl", "return logprobs.detach() if", "return micro.behaviour_logprobs if", "grpo + truncate token", "value"),
+    ("rl", "micro.far, torch.zeros_like(per_target)", "micro.far, per_target", "m2po", "value"),
+    ("second_moment", "moment > bound", "moment < bound", "m2po", "value"),
+    ("second_moment", "limit * sums[1]", "limit", "m2po", "value"),
+    ("second_moment", "away.square()", "away.abs()", "m2po", "value"),
     ("rl", "config.kl.coef * penalty", "penalty", "grpo + k3 reference", "value"),
     ("normalize", "1.0 / max(num_targets, 1)", "1.0 / max(len(sequence), 1)", "aipo", "split"),
     ("normalize", "1.0 / max(num_targets, 1)", "1.0 / max(len(sequence), 1)", "aipo", "ranks"),
@@ -246,6 +250,20 @@ def stands_in(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None
     for user in users:
         for key in changed.keys() & vars(user).keys():
             monkeypatch.setattr(user, key, changed[key])
+
+
+def test_every_mutation_has_its_place_and_its_case() -> None:
+    """Of most the other tests here take a sample alone."""
+    for module, place, change, _, _ in MUTATIONS:
+        mutated(module_of(module), place, change)
+    for module, place, change, _, _ in ALGORITHM_MUTATIONS:
+        mutated(ALGORITHMS + module, place, change)
+    assert {case for *_, case, _ in MUTATIONS} <= {case.name for case in cases()}
+    assert all(claim in PROPERTIES for *_, claim in MUTATIONS)
+    assert all(
+        claim in prove_algorithms.CLAIMS or subject in prove_algorithms.OTHERS
+        for *_, subject, claim in ALGORITHM_MUTATIONS
+    )
 
 
 @pytest.mark.parametrize(("module", "place", "change", "case", "claim"), sampled(MUTATIONS, 5))

@@ -20,6 +20,7 @@ def test_engines_sample_what_the_trainer_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(7200)  # an engine a family: a quarter of an hour, beside others an hour; each has a limit
 def test_every_family_is_served_right_or_not_at_all() -> None:
     proofs = list(prove(1))
     assert len(proofs) > 150

@@ -68,14 +68,22 @@ _WIDE |= dict.fromkeys(("index_head_dim", "indexer_head_dim"), 64)
 _WIDE |= {"mamba_d_head": 32}  # with 8 of them, twice the width
 _WIDE |= {"max_window_layers": 4, "max_position_embeddings": 256, "n_positions": 256}
 """Sizes that vLLM's kernels take, too."""
-_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 64, "qk_head_dim": 128}
+_ONE_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "qk_head_dim": 128}
+_LATENT |= {"head_dim": 64, "v_head_dim": 64}
+"""The only ones for which vLLM has kernels on a CPU."""
 _SERVED: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 64},  # vLLM's reach one token further
     "cohere2_moe": {"sliding_window": 64},
-    "deepseek_v3": _LATENT | {"v_head_dim": 64},  # for a CPU vLLM has these sizes alone
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "falcon": {"ffn_hidden_size": 512},  # vLLM takes it for four times the width
     "falcon_h1": {"mamba_d_head": 8},  # its state space has a width of its own
     "gemma4": {"num_experts": None},  # not stated where they are switched off
     "gemma4_text": {"num_experts": None},
+    "glm4_moe_lite": _LATENT | _ONE_DENSE,
+    "gpt_bigcode": {"num_key_value_heads": 1},  # which its config says of itself
+    "hy_v3": _ONE_DENSE,
     "qwen2_moe": {"use_sliding_window": False},  # vLLM has none for it
 }
 _MAMBA_MIX = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]

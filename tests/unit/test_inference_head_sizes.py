@@ -2,6 +2,8 @@
 does not serve, are refused before anything starts, and nowhere else."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.inference.backend import check_backend, load_backend
-from prime_hpc.inference.vllm.args import PLAIN_SIZE, build_argv, cpu_options, latent_size
-from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, STATED_ROUTERS, head_size, slides_in_part
+from prime_hpc.inference.vllm.args import LATENT_FAMILIES, PLAIN_SIZE, build_argv, cpu_options, latent_size
+from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, SPARSE_FAMILIES, STATED_ROUTERS, head_size, slides_in_part
 from prime_hpc.launch.lint.lint import lint_errors
 from prime_hpc.runtime.device import DEVICE, Device
 
@@ -147,7 +149,8 @@ def test_an_adapter_that_no_engine_would_use_is_refused(targets: list[str], expe
     """A tiny DeepSeek V3 with an adapter of kv_b_proj alone sampled as without it, 5.7 nats off."""
     tree = experiment(tmp_path / "a", 64, device="cuda")
     tree = tree.model_copy(update={"model": tree.model.model_copy(update={"lora": LoraConfig(target_modules=targets)})})
-    for config, count in ((LATENT, expected), (LATENT | {"model_type": "minicpm3"}, 0)):
+    for kind, count in (("deepseek_v3", expected), ("hy_v4", expected), ("minicpm3", 0)):
+        config = LATENT | {"model_type": kind}
         (tmp_path / "a" / "config.json").write_text(json.dumps(config))
         assert [r.key for r in load_backend("vllm").refusals(tree)] == ["model.lora.target_modules"] * count
     alone = tree.model_copy(update={"inference": None, "kind": "sft"})
@@ -266,6 +269,7 @@ def test_what_a_cpus_engines_compute_otherwise_is_refused(tmp_path: Path) -> Non
         ("mpt", "cuda", 1),
         ("rwkv", "cpu", 1),
         ("olmo_hybrid", "cpu", 1),
+        ("falcon_mamba", "cpu", 1),
         ("olmo_hybrid", "cuda", 0),
         ("jamba", "cpu", 1),
     ],
@@ -314,3 +318,28 @@ def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path) -> None:
     adapted = tree.model_copy(update={"model": tree.model.model_copy(update={"lora": LoraConfig()})})
     (refusal,) = load_backend("vllm").refusals(adapted)
     assert refusal.key == "model.lora" and "no adapters" in refusal.reason
+
+
+FOLDS = """
+import vllm.config
+from vllm.transformers_utils import model_arch_config_convertor as convertor
+from tests.support.every_family import CannotBuildError, family_names, tiny_config
+for name in family_names():
+    try:
+        config = tiny_config(name)
+    except CannotBuildError:
+        continue
+    of = convertor.MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, convertor.ModelArchConfigConvertorBase)
+    if of(config, config).is_deepseek_mla():
+        print("folds", config.model_type)
+"""
+
+
+@pytest.mark.exhaustive  # vllm takes seconds to import
+def test_the_families_of_latent_attention_are_those_of_the_installed_vllm() -> None:
+    """Those whose kv_b_proj it folds, of all that transformers has."""
+    pytest.importorskip("vllm")
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", FOLDS], cwd=root, capture_output=True, text=True, timeout=800)
+    folded = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("folds ")}
+    assert folded == (LATENT_FAMILIES | SPARSE_FAMILIES) & set(CONFIG_MAPPING), done.stderr[-3000:]

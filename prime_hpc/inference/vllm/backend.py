@@ -39,9 +39,9 @@ served_families`)."""
 _UNSERVED = "bamba codegen diffllama gpt_neo gpt_neox_japanese minimax mpt openai-gpt recurrent_gemma rwkv xglm"
 UNSERVED_FAMILIES = frozenset(_UNSERVED.split())
 """model_type of those of which vLLM 0.32 has no code, nor can serve transformers': an engine ends as it starts."""
-UNSERVED_ON_CPU = frozenset(("jamba", "olmo_hybrid"))
+UNSERVED_ON_CPU = frozenset(("falcon_mamba", "jamba", "olmo_hybrid"))
 """model_type of those whose kernels it has for GPUs alone: a CPU engine ends as it starts, or with a request."""
-SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa"))
+SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "hy_v4"))
 """model_type of those with latent attention to chosen tokens, for which vLLM 0.32 has kernels on GPUs alone."""
 DELTA_FAMILIES = frozenset(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
 """model_type of those with gated delta nets, of which vLLM 0.32's CPU kernels take bfloat16 alone: in float32 an engine
@@ -52,8 +52,9 @@ _UNADAPTED = """bloom cohere2_moe falcon falcon_mamba gemma3n gemma3n_text gpt-s
     kimi_linear mamba mamba2 mimo_v2_flash stablelm"""
 UNADAPTED_FAMILIES = frozenset(_UNADAPTED.split())
 """model_type of those of which vLLM 0.32's classes take no adapters: an engine refuses them as it starts."""
+_OF_DEEPSEEK = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 STATED_ROUTERS: dict[str, dict[str, str | bool]] = {
-    **{kind: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"} for kind in (*SPARSE_FAMILIES, "deepseek_v3")},
+    **{kind: {**_OF_DEEPSEEK} for kind in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }
 """model_type of mixtures that transformers routes in one way whatever their config says, and vLLM 0.32 by what it says
