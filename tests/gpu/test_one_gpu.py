@@ -1,4 +1,4 @@
-"""The checks of tools/gpu-check, one test each, on the first GPU; see there what each holds against what."""
+"""The checks of tools/gpu-check, one test each, on the GPUs that are here; see there what each holds against what."""
 
 import os
 import sys
@@ -11,9 +11,10 @@ import pytest
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 NAMES = (
     *("machine", "kernels", "head", "combinations", "families", "syncs", "resume", "agreement", "sharing", "replay"),
-    *("restart", "mfu", "memory"),
+    *("restart", "mfu", "memory", "ranks", "layouts", "apart"),
 )
-"""`sharing` and `replay` look at the run of `agreement`, `memory` at the figures of `mfu`."""
+"""The last three want several GPUs. `sharing` and `replay` look at the run of `agreement`, `memory` at the figures of
+`mfu`."""
 
 
 @pytest.fixture(scope="module")

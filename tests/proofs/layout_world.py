@@ -1,6 +1,7 @@
-"""One process of a world of gloo ranks that trains the same steps under one layout after the other.
+"""One process of a world of ranks that trains the same steps under one layout after the other: over gloo on CPUs, over
+NCCL on GPUs.
 
-Started by `prove_layouts` through `torch.multiprocessing`, once a world size. Rank 0 of each world writes what it
+Started by `prove_layouts`, once a world size. Rank 0 of each world writes what it
 found into files; a world of one rank writes what the others are compared with.
 """
 
@@ -122,11 +123,16 @@ def whole_batch(step: int, replay: bool = False) -> RankBatch:
     return dataclasses.replace(batch, routed=random_routing(batch.num_tokens, seed=step)) if replay else batch
 
 
+def own_device() -> torch.device:
+    """Of this rank, by the backend of its process group."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 class World:
     """Policy, optimizer and what the trainer does with them, under one layout."""
 
     def __init__(self, case: Case, models: Path, out: Path) -> None:
-        self.case, self.source = case, models / case.family
+        self.case, self.source, self.device = case, models / case.family, own_device()
         self.trainer = TrainerConfig.model_validate(
             # eps: the update stays a smooth function of gradients that are about zero
             {
@@ -135,7 +141,7 @@ class World:
                 "parallel": case.parallel,
             }
         )
-        self.parallel = build_parallel(self.trainer.parallel_dims, "cpu")
+        self.parallel = build_parallel(self.trainer.parallel_dims, self.device)
         ac = {"mode": case.ac} if case.ac else None
         config: dict[str, Any] = {"name": str(self.source), "dtype": "float32", "ac": ac, "compile": case.compile}
         config["lora"] = {"rank": 3, "alpha": 6} if case.lora else None
@@ -143,7 +149,7 @@ class World:
             ModelConfig.model_validate(config),
             self.source,
             self.parallel,
-            torch.device("cpu"),
+            self.device,
             reshard_after_forward=True,
             chunk_tokens=32,
             replays_routers=case.replay,
@@ -171,7 +177,7 @@ class World:
             self.trainer.model_copy(update={"no_sync": step % 2 == 1, "loss": loss}),
             max_steps=100,
             normalize=normalization(loss),
-            device=torch.device("cpu"),
+            device=self.device,
             peak_flops=1.0,
             entropy=None if loss.entropy is None else EntropyBonus(loss.entropy),
             top_entropy=loss.top_entropy_quantile,
@@ -273,18 +279,23 @@ def run_case(case: Case, models: Path, alone: Path, resume: Path, out: Path, ste
     return errors
 
 
-def work(rank: int, world_size: int, folder: str, cases: list[Case], resume: dict[str, str], steps: int) -> None:
-    """One rank's life. Rank 0 writes `world_<n>.json`: errors by case name."""
+def work(
+    rank: int, world_size: int, folder: str, cases: list[Case], resume: dict[str, str], steps: int, kind: str = "cpu"
+) -> None:
+    """One rank's life, on a `cpu` or a `cuda` device. Rank 0 writes `world_<n>.json`: errors by case name."""
     from tests.proofs.layout_breaks import broken
 
     torch.set_num_threads(1)
-    root = Path(folder)
+    root, own = Path(folder), torch.device("cuda", rank) if kind == "cuda" else None
+    if own is not None:
+        torch.cuda.set_device(own)
     dist.init_process_group(
-        "gloo",
+        "gloo" if own is None else "nccl",
         init_method=f"file://{root}/store_{world_size}_{len(cases)}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=120),
+        device_id=own,
     )
     found: dict[str, Any] = {}
     for i, case in enumerate(cases):

@@ -9,7 +9,7 @@ float32: sums are taken in other orders, nothing else differs.
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.proofs import Proof
@@ -67,15 +67,34 @@ def every_case(world_size: int) -> list[Case]:
     return cases
 
 
-def run_worlds(folder: Path, worlds: dict[int, list[Case]]) -> dict[str, dict[str, float]]:
-    """Train every case; errors by name."""
+def every_case_of_eight() -> list[Case]:
+    """Three dimensions at once."""
+    return [
+        Case("qwen3", {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        Case("qwen3", {"dp_shard": 2, "cp": 2, "tp": 2}),
+        Case("qwen3_moe", {"dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4}),
+        Case("qwen3_moe", {"dp_shard": 8, "ep": 8}, ac="full", replay=True),
+    ]
+
+
+def run_worlds(
+    folder: Path, worlds: dict[int, list[Case]], start: Callable[..., None] = spawn, kind: str = "cpu"
+) -> dict[str, dict[str, float]]:
+    """Train every case; errors by name.
+
+    Args:
+        folder: of models and runs.
+        worlds: number of ranks -> cases.
+        start: starts `work(rank, *args)` on every rank, as `spawn` does, whose processes are no GPU's.
+        kind: of device.
+    """
     alone = list({case.alone.name: case.alone for cases in worlds.values() for case in cases}.values())
     for family in {case.family for case in alone}:
         make_family(folder / "models" / family, family)
     found: dict[str, dict[str, float]] = {}
     resume: dict[str, str] = {}
     for world_size, cases in {1: alone, **worlds}.items():
-        spawn(work, (world_size, str(folder), cases, resume, len(LOSSES)), world_size, limit_s=1800)
+        start(work, (world_size, str(folder), cases, resume, len(LOSSES), kind), world_size, limit_s=1800)
         result = json.loads((folder / f"world_{world_size}.json").read_text(encoding="utf-8"))
         found |= {f"{name} of {world_size}": errors for name, errors in result["errors"].items()}
         resume = result["resume"]

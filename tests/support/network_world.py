@@ -148,7 +148,7 @@ class World:
         stored = stored_tensors(self.base)
         weights = WeightMap(stored, {name: [Piece.whole(name, tensor.shape)] for name, tensor in stored.items()})
         policy: Any = stand_in(lambda: list(self.tensors.items()), weights)
-        return Publisher(
+        publisher = Publisher(
             policy,
             self.base,
             self.run,
@@ -157,6 +157,9 @@ class World:
             model_name="ours",
             weights=WeightsConfig(transport="gloo"),
         )
+        sender: Any = publisher.sender
+        sender.hold(None, "")  # as if a server had asked before: without, versions stay whole
+        return publisher
 
     def publish(self, version: int) -> dict[str, torch.Tensor]:
         for tensor in self.tensors.values():

@@ -108,6 +108,7 @@ def test_a_rank_without_a_socket_makes_all_versions_files(
     monkeypatch.setattr(network_sender, "dist", TwoRanks())
     monkeypatch.setenv(BUS, "the-secret-of-the-job@127.0.0.1:1")
     senders, run = network_sender.dist.senders(), RunPaths(tmp_path)  # type: ignore[attr-defined]
+    senders[0].hold(None, "")  # a server has joined
     for version in (1, 2):
         manifest = publish_parts(senders, run, version)
         offer = read_offer(run.weights_step(version), version, {"a": (4,), "b": (4,)}, False)
@@ -130,6 +131,7 @@ def test_a_rank_without_memory_for_its_share_makes_all_versions_files(
     monkeypatch.setenv(BUS, "the-secret-of-the-job@127.0.0.1:1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     senders, run = network_sender.dist.senders(), RunPaths(tmp_path)  # type: ignore[attr-defined]
+    senders[0].hold(None, "")  # a server has joined
     for version in (1, 2):
         is_whole = INDEX in publish_parts(senders, run, version).files
         assert is_whole == (version == 1 or left == 100)
@@ -144,6 +146,20 @@ def test_a_version_that_lacks_a_part_is_not_offered(world: World) -> None:
     facts = {"file": "model.safetensors", "address": "127.0.0.1:1", "size": 9, "xxh3": "0"}
     assert "network" in sender.meta([facts, {}])  # a rank that owns no file
     assert sender.meta([facts, {"not sent": "model-2.safetensors"}]) == {} == sender.meta([{}, {}])
+
+
+def test_versions_are_whole_until_a_server_has_joined(world: World) -> None:
+    """Where none can reach the trainer, nobody tells it: engines would wait for ever for what goes by network alone."""
+    file: Any = world.publisher.sender._own  # type: ignore[attr-defined]
+    sender = NetworkSender(WeightsConfig(transport="gloo"), [file], 0, "gloo")
+    for version in (1, 2):
+        form = sender.plan(version)
+        assert form.is_whole
+        sender._form = form
+        sender.sent(Manifest("weights", version, version, "t", 0, {}, {}))
+    sender.hold("a server's connection", "")  # type: ignore[arg-type]
+    assert not sender.plan(3).is_whole
+    sender.close()
 
 
 def test_an_image_for_gpus_takes_its_exact_size(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

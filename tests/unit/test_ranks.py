@@ -92,6 +92,30 @@ dist.destroy_process_group()
 """
 
 
+DEAF = """
+import socket
+from prime_hpc.store.messaging import sockets
+from prime_hpc.store.messaging.listeners import shut_listeners
+from prime_hpc.store.messaging.proven_server import ProvenRequest, ProvenServer
+
+anyones, proven = sockets.listen("127.0.0.1"), sockets.listen("127.0.0.1")
+server = ProvenServer(proven, ProvenRequest, None, "secret", "weights")
+assert shut_listeners() == 1
+socket.create_connection(proven.getsockname(), 30).close()
+try:
+    socket.create_connection(anyones.getsockname(), 0.3)
+except TimeoutError:
+    print("deaf")
+"""
+
+
+def test_what_asks_for_a_proof_goes_on_to_be_reached(tmp_path: Path) -> None:
+    """By it a rank on a CPU sends weights (`weights.transport: gloo`): engines would never get the second version."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-c", DEAF], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.stdout == "deaf\n", done.stderr
+
+
 def test_led_ranks_are_ended_by_what_they_heed_when_one_fails(tmp_path: Path) -> None:
     """SIGTERM is Slurm's warning to them: torchrun would wait 30 s, and kill them."""
     (tmp_path / "rank.py").write_text(ENDED)

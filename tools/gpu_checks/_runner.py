@@ -19,6 +19,7 @@ import check_head
 import check_kernels
 import check_loop
 import check_machine
+import check_several
 import check_speed
 import check_training
 import psutil
@@ -46,6 +47,9 @@ class Check:
 CHECKS = (
     Check("machine", "driver, CUDA, torch; a bfloat16 product", check_machine.machine, 60),
     Check("kernels", "varlen attention against the padded reference, both directions", check_kernels.kernels, 120),
+    Check("ranks", "several GPUs: what ranks say to each other and to engines, over NCCL", check_several.ranks, 180),
+    Check("layouts", "several GPUs: every parallel layout against one rank", check_several.layouts, 420),
+    Check("apart", "several GPUs: trainer and engines apart, each transport of the weights", check_several.apart, 600),
     Check("head", "the LM head's kernels against torch's operators", check_head.head, 90),
     Check("agreement", "log-probabilities of trainer and vLLM, T = 1 and 0.7", check_loop.agreement, 300),
     Check("sharing", "engine and trainer on one GPU", check_loop.sharing, 30),

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import struct
+import weakref
 from pathlib import Path
 
 from loguru import logger
@@ -16,6 +17,12 @@ from loguru import logger
 _SO_ATTACH_FILTER = 26
 _TCP_MD5SIG_EXT = 32
 _TCP_MD5SIG_FLAG_PREFIX = 1
+_asking: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def keep_open(listening: socket.socket) -> None:
+    """Have `shut_listeners` leave this one out: its server answers only those who prove that they know its secret."""
+    _asking.add(listening)
 
 
 def shut_listeners() -> int:
@@ -26,11 +33,16 @@ def shut_listeners() -> int:
     Returns how many listeners are deaf now.
     """
     deaf, open_ = 0, 0
+    kept = {sock.getsockname() for sock in list(_asking) if sock.fileno() >= 0}
     with contextlib.suppress(OSError):
         for entry in list(Path("/proc/self/fd").iterdir()):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as sock:
                 is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-                if is_tcp and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if (
+                    is_tcp
+                    and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    and sock.getsockname() not in kept
+                ):
                     if _shut(sock):
                         deaf += 1
                     else:

@@ -8,6 +8,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.store.messaging.auth import PendingClients, check
+from prime_hpc.store.messaging.listeners import keep_open
 
 
 class ProvenServer(socketserver.ThreadingTCPServer):
@@ -32,6 +33,7 @@ class ProvenServer(socketserver.ThreadingTCPServer):
         super().__init__(address, handler, bind_and_activate=False)
         self.socket.close()
         self.socket, self.server_address = listening, address
+        keep_open(listening)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection, once few others wait for their proof."""

@@ -1,4 +1,4 @@
-"""What NCCL is told about a communicator whose members are a rank of the trainer and an engine's workers.
+"""Settings of NCCL for a communicator whose members are a rank of the trainer and an engine's workers.
 
 Each member reads NCCL's variables by itself, and those that read others wait for each other for ever. Yet they are not
 the same everywhere: `trainer.deterministic` states some for the trainer's ranks alone, and `inference.batch_invariant`

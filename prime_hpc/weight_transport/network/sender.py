@@ -73,8 +73,8 @@ class NetworkSender:
         """Connections that need it as it is, and since when."""
         self._num_since_whole: int | None = None
         """Versions since the last whole one; None: there is none yet."""
-        self._is_in_doubt = False
-        """A server has begun to join, and none has asked for a version since: the network may carry none."""
+        self._is_in_doubt = True
+        """No server has asked for a version since one began to join, or at all: the network may carry none."""
         self._server, self.address = self._serve()
         self._all_listen = self._agree()
         """True if every rank that has something to send can send it."""
