@@ -1,4 +1,4 @@
-"""Whether a resumed run's environments have the tasks that they had: prompts are numbers, and would name others."""
+"""Notices that a resumed run has other tasks than it had: prompts are numbers, and would name those without a word."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
