@@ -23,6 +23,7 @@ from prime_hpc.supervisor.roles.process import known_urls
 from prime_hpc.supervisor.roles.replicas import Replicas
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
+from tests.support.lint import findings
 from tests.support.policy_servers import Bus, Server
 from tests.unit.test_placement import SITE, experiment, on_h100
 from tests.unit.test_weight_sync import sync_of, until
@@ -207,3 +208,12 @@ def test_nobody_waits_for_it_and_it_gets_the_newest_version_when_it_joins(
         await asyncio.wait([running])
 
     asyncio.run(main())
+
+
+def test_lint_knows_their_partition_and_that_a_constant_is_shared(model: Path) -> None:
+    slurm = {"elastic": {"servers": 3, "partition": "h10"}}
+    found = {(one.code, one.key): one for one in findings(model, {"slurm": slurm})}
+    assert found["PH301", "slurm.elastic.partition"].remedy == "did you mean h100?"
+    assert "8 to 11 servers share" in found["PH203", "orchestrator.max_concurrent"].message
+    slurm["elastic"]["partition"] = "spot"
+    assert findings(model, {"slurm": slurm, "orchestrator": {"adaptive_concurrency": {}}}) == []

@@ -125,6 +125,15 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
             "different versions and the engines idle",
             f"at least {group}",
         )
+    elastic, servers = experiment.slurm.elastic, experiment.inference
+    if elastic is not None and servers is not None and not adaptive:
+        yield Finding.info(
+            "PH203",
+            key,
+            f"{flight} episodes in flight are all that {servers.num_replicas} to "
+            f"{servers.num_replicas + elastic.servers} servers share",
+            "orchestrator.adaptive_concurrency: {}, which asks for as many as they take",
+        )
     usable = experiment.episodes_per_step * (experiment.async_level + 1)
     is_chosen = flight != OrchestratorConfig.model_fields["max_concurrent"].default
     if flight > usable and is_chosen and not adaptive:  # of the default the gate holds the rest back

@@ -49,17 +49,19 @@ def renders(subject: Subject) -> Iterator[Finding]:
 @rule(*EVERY, slurm=True)
 def partitions(subject: Subject) -> Iterator[Finding]:
     """Names that the site does not have."""
-    known = subject.site.partitions
-    for role, asked in subject.roles.items():
-        for name in asked.partitions:
-            if known and name not in known:
-                near = get_close_matches(name, known, n=1)
-                yield Finding.error(
-                    "PH301",
-                    key_of(role, "partition", subject.experiment),
-                    f"the site {subject.site.name!r} has no partition {name!r}",
-                    f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
-                )
+    known, elastic = subject.site.partitions, subject.experiment.slurm.elastic
+    named = [(key_of(r, "partition", subject.experiment), n) for r, a in subject.roles.items() for n in a.partitions]
+    if elastic is not None and elastic.partition is not None:
+        named += [("slurm.elastic.partition", name) for name in split_names(elastic.partition)]
+    for key, name in named:
+        if known and name not in known:
+            near = get_close_matches(name, known, n=1)
+            yield Finding.error(
+                "PH301",
+                key,
+                f"the site {subject.site.name!r} has no partition {name!r}",
+                f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
+            )
 
 
 @rule(*EVERY, slurm=True)
