@@ -45,7 +45,7 @@ HUB_KEYS = {
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True, "qk_norm": True},
     "lfm2": {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 192, "block_multiple_of": 8}
     | {"block_ffn_dim_multiplier": 1.0},
-    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_qk_norm": True},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
 }
 """What checkpoints of the hub say and vLLM reads, and transformers' configs have no field for."""
 

@@ -72,6 +72,7 @@ _ONE_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "qk_head_dim": 128}
 _LATENT |= {"head_dim": 64, "v_head_dim": 64}
 """The only ones for which vLLM has kernels on a CPU."""
+_LLAMA4 = {"attention_chunk_size": 128, "num_experts_per_tok": 1}
 _SERVED: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 64},  # vLLM's reach one token further
     "cohere2_moe": {"sliding_window": 64},
@@ -84,6 +85,8 @@ _SERVED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT | _ONE_DENSE,
     "gpt_bigcode": {"num_key_value_heads": 1},  # which its config says of itself
     "hy_v3": _ONE_DENSE,
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
     "qwen2_moe": {"use_sliding_window": False},  # vLLM has none for it
 }
 _MAMBA_MIX = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]

@@ -39,7 +39,7 @@ served_families`)."""
 _UNSERVED = "bamba codegen diffllama gpt_neo gpt_neox_japanese minimax mpt openai-gpt recurrent_gemma rwkv xglm"
 UNSERVED_FAMILIES = frozenset(_UNSERVED.split())
 """model_type of those of which vLLM 0.32 has no code, nor can serve transformers': an engine ends as it starts."""
-UNSERVED_ON_CPU = frozenset(("falcon_mamba", "jamba", "olmo_hybrid"))
+UNSERVED_ON_CPU = frozenset(("falcon_mamba", "jamba", "mamba", "minimax_m2", "olmo_hybrid", "phimoe"))
 """model_type of those whose kernels it has for GPUs alone: a CPU engine ends as it starts, or with a request."""
 SPARSE_FAMILIES = frozenset(("deepseek_v32", "glm_moe_dsa", "hy_v4"))
 """model_type of those with latent attention to chosen tokens, for which vLLM 0.32 has kernels on GPUs alone."""
