@@ -51,6 +51,7 @@ def saving(controls: Controls) -> Any:
         pulse=SimpleNamespace(tick=None),
         servers_without=lambda lost: pytest.fail("its servers were kept"),
         kill=lambda role, *, reap: None,
+        let_go=lambda *_: False,
     )
     one._run_watch = SimpleNamespace(ask_why=lambda: None, lack_of_room=lambda: "")
     one._console = SimpleNamespace(progress=lambda: {"step": 5, "max_steps": 100}, close=lambda: None)
