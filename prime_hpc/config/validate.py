@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import NO_ROOM, Experiment
-from prime_hpc.config.named_code import ALGORITHMS
+from prime_hpc.config.named_code import ALGORITHMS, NETWORK_TRANSPORTS
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
 from prime_hpc.config.secret import masked, names_secret, secrets_of
 from prime_hpc.config.sections.base import Section
@@ -343,7 +343,7 @@ def _check_elastic(experiment: Experiment, provenance: dict[str, Origin]) -> Non
         why = "is for one run: the runs of trainer.max_concurrent_runs > 1 know the servers that there are at first"
     elif servers.sleep:
         why = "are on GPUs of their own, and inference.sleep is for one that engine and trainer share"
-    elif experiment.weights.transport not in ("files", "delta"):
+    elif experiment.weights.transport in NETWORK_TRANSPORTS:
         why = (
             f"come and go, and weights.transport = {experiment.weights.transport} goes to the servers that there are "
             "at first: state files or delta"

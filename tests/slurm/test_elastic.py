@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.runs import BIN, rows, starter_tree
+from tests.support.runs import BIN, starter_tree
 from tests.support.slurm import Cluster
-from tests.support.small_jobs import attempts
+from tests.support.small_jobs import attempts, last_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
@@ -64,8 +64,3 @@ def test_a_server_joins_is_taken_away_and_comes_back(cluster: Cluster, layout: s
     cluster.wait_until(lambda: not cluster.ask("squeue", "-h").strip(), "nothing is left in the queue", timeout=30)
     (life,) = attempts(run_dir)
     assert (life["outcome"], life["lost_nodes"]) == ("stopped", [])
-
-
-def last_step(run_dir: Path) -> int:
-    path = run_dir / "metrics" / "trainer.jsonl"
-    return max((row["step"] for row in rows(run_dir, "trainer")), default=0) if path.exists() else 0

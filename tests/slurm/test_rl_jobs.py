@@ -10,7 +10,7 @@ import yaml
 from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE
 from tests.support.runs import BIN, rows, starter_tree, used_prompts
 from tests.support.slurm import Cluster
-from tests.support.small_jobs import attempts
+from tests.support.small_jobs import attempts, last_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
@@ -46,11 +46,6 @@ def submit(cluster: Cluster, experiment: Path, name: str, *flags: object) -> tup
     done = cluster.x(words, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["job_id"], experiment.parent / "out" / name
-
-
-def last_step(run_dir: Path) -> int:
-    path = run_dir / "metrics" / "trainer.jsonl"
-    return max((row["step"] for row in rows(run_dir, "trainer")), default=0) if path.exists() else 0
 
 
 def processes_of(run_dir: Path, *words: str) -> dict[int, psutil.Process]:

@@ -135,3 +135,9 @@ def rl_with_engines(
     whole |= {"model": {"renderer": "qwen3"}, "inference": {"server": {"port": 0}}, "orchestrator": batches}
     whole["orchestrator"] |= orchestrator
     return submit(cluster, folder, name, base | slurm, **(whole | tree))
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that a run's trainer has written down; 0 before the first."""
+    path = run_dir / "metrics" / "trainer.jsonl"
+    return max((row["step"] for row in rows(run_dir, "trainer")), default=0) if path.exists() else 0

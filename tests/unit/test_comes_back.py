@@ -2,9 +2,8 @@
 
 import errno
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,34 +13,26 @@ import pytest
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
-from prime_hpc.config.run_files import STOP
 from prime_hpc.kubernetes.manifests import FINAL_CODES
 from prime_hpc.launch import job
 from prime_hpc.launch.pods import COMES_BACK
 from prime_hpc.launch.submission import submit
-from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.slurm import client
 from prime_hpc.slurm import requeue as requeue_module
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.submission_record import write_record
-from prime_hpc.store.attempts import Attempt, Ended, begin, read_attempts, write_attempt
+from prime_hpc.store.attempts import Attempt, begin, read_attempts, write_attempt
 from prime_hpc.store.errors import FencedError, StoreError
-from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.run_dirs import IN_PLACE, read_record
-from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor import main
-from prime_hpc.supervisor.agent import FENCE_LOOK_S
 from prime_hpc.supervisor.attempt import in_place, start
-from prime_hpc.supervisor.attempt.fence import EXIT_GONE, Fence
 from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, return_to_queue
-from prime_hpc.supervisor.heartbeat import LoopGaps
 from prime_hpc.supervisor.main import _apply_restart_policy, supervise
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
-from prime_hpc.supervisor.supervisor import Supervisor
 from tests.support.submissions import ended, load, run_dir, use_fake_slurm, write_config
 
 AWAY = SlurmError(["scontrol"], None, "timed out: no answer within 30 s")
@@ -414,125 +405,3 @@ def test_an_early_end_that_cannot_be_written_comes_back(run: Run, monkeypatch: p
         ended_with = main._end_early(run.dir, environ, True, request, None)
         assert ended_with == (EXIT_AGAIN if outcome == "preempted" else 0)
     assert run.requeued == ["100"]
-
-
-class Clock:
-    """Seconds that pass where somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def fence_of(root: Path, clock: Clock) -> Fence:
-    claim_incarnation(RunPaths(root))
-    return Fence(RunPaths(root), 1, lambda: clock.now, 600.0, clock.sleep)
-
-
-def test_a_run_directory_that_is_gone_is_believed_when_it_still_is_a_moment_later(tmp_path: Path) -> None:
-    fence = fence_of(tmp_path / "run", clock := Clock())
-    fence.look()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    clock.now += FENCE_LOOK_S
-    fence.look()
-    (tmp_path / "moved").rename(tmp_path / "run")  # no more than a moment
-    clock.now += FENCE_LOOK_S
-    fence.look()
-    done = Ended(0, "done")
-    assert fence.true_end(done) is done and not fence.is_fenced
-    (tmp_path / "run").rename(tmp_path / "moved")
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)  # a role's doing
-    end = fence.true_end(done)
-    assert end.code == EXIT_GONE and "deleted or moved" in end.cause and fence.is_fenced
-
-
-def test_a_supervisor_that_was_stopped_looks_for_a_newer_attempt_before_it_takes_a_stop(tmp_path: Path) -> None:
-    """Woken, it would for some seconds take away the file STOP that a user puts there for the newer one."""
-    raw = Clock()
-    clock = AwakeClock(lambda: raw.now)
-    claim_incarnation(RunPaths(tmp_path / "run"))
-    fence = Fence(RunPaths(tmp_path / "run"), 1, clock.now)
-    supervisor = Supervisor.__new__(Supervisor)
-    health, pulse = SimpleNamespace(take_asking_s=lambda: 0.0), SimpleNamespace(tick=lambda: None)
-    led = SimpleNamespace(clock=clock, pulse=pulse, roles=[])
-    vars(supervisor).update(_fence=fence, _led=led, _health=health, _children=None)
-    vars(supervisor).update(_controls=Controls(tmp_path / "run", None, 60.0), _gaps=LoopGaps(clock))
-    fence.look()
-    claim_incarnation(RunPaths(tmp_path / "run"), after=1)
-    (tmp_path / "run" / STOP).touch()
-    raw.now += 600.0
-    with pytest.raises(Ended, match="incarnation 2 has begun"):
-        supervisor._tick()
-    assert (tmp_path / "run" / STOP).exists() and fence.is_fenced
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_run_directory_that_cannot_be_listed_is_not_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    fence = fence_of(tmp_path / "run", clock := Clock())
-
-    def fail(path: Path) -> list[str]:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(files, "list_dir", fail)
-    for _ in range(100):
-        fence.look()
-        clock.now += FENCE_LOOK_S
-    assert not fence.is_fenced
-
-
-def test_a_miss_before_an_error_is_of_the_same_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fence = fence_of(tmp_path / "run", clock := Clock())
-    answers: Iterator[list[str] | OSError] = iter([[], OSError(errno.EIO, "I/O error"), []])
-
-    def answer(path: Path) -> list[str]:
-        if isinstance(found := next(answers), OSError):
-            raise found
-        return found
-
-    monkeypatch.setattr(files, "list_dir", answer)
-    for _ in range(3):
-        fence.look()
-        clock.now += FENCE_LOOK_S
-    assert not fence.is_fenced
-
-
-def test_a_number_that_was_purged_from_scratch_is_no_run_directory_that_is_gone(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    root.mkdir()
-    (root / "run.yaml").write_text("max_steps: 3\n")
-    fence = fence_of(root, clock := Clock())
-    shutil.rmtree(root / "incarnation")
-    for _ in range(100):
-        fence.look()
-        clock.now += FENCE_LOOK_S
-    assert not fence.is_fenced
-    (root / "run.yaml").rename(tmp_path / "old")  # another run begins in its place
-    (root / "run.yaml").write_text("max_steps: 3\n")
-    with pytest.raises(Ended, match="deleted or moved"):
-        for _ in range(100):
-            fence.look()
-            clock.now += FENCE_LOOK_S
-
-
-def test_a_folder_of_runs_that_was_deleted_takes_its_runs_along(tmp_path: Path) -> None:
-    """An evaluation in it failed once it had played all, with words on what it could not write."""
-    fence = fence_of(tmp_path / "runs" / "own" / "run", Clock())
-    shutil.rmtree(tmp_path / "runs")
-    assert fence.true_end(Ended(1, "no such file")).code == EXIT_GONE
-
-
-def test_a_file_system_that_is_not_mounted_for_a_while_has_deleted_nothing(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    fence = fence_of(runs / "run", clock := Clock())
-    fence._device = -1  # that of a file system of its own
-    runs.rename(tmp_path / "elsewhere")
-    for _ in range(59):
-        fence.look()
-        clock.now += FENCE_LOOK_S
-    clock.now += FENCE_LOOK_S
-    with pytest.raises(Ended, match="deleted or moved"):
-        fence.look()

@@ -53,13 +53,9 @@ def test_a_kept_cache_shares_nothing_of_older_weights_with_new_requests(tmp_path
     service = PolicyService(engine, SimpleNamespace(), None, lambda reason: None, keep_kv_cache=True)
     service._share_within_version()
     image: Any = MultiModalFeatureSpec(None, "image", "picture", PlaceholderRange(offset=0, length=4), "picture")
-
-    async def ask() -> None:
-        await engine.engine_core.add_request_async(SimpleNamespace(cache_salt=None, mm_features=[image]))
-
     for loads in (0, 0, 1):
         service._num_loads = loads
-        asyncio.run(ask())
+        asyncio.run(engine.engine_core.add_request_async(SimpleNamespace(cache_salt=None, mm_features=[image])))
     assert sent[0] == sent[1] and not set(sent[0]) & set(sent[2])
     assert image.identifier == image.mm_hash == "picture", "what other requests share has changed"
 

@@ -42,7 +42,7 @@ def spawned(work: Callable[..., None], args: Sequence[Any], nprocs: int, limit_s
 
 
 def ranks(setting: Setting) -> Outcome:
-    """What ranks say to each other, on every group that the product makes, and what a rank sends to engines."""
+    """Try what ranks say to each other, on every group that the product makes, and what one sends to engines."""
     count = devices(setting)
     if count < 2:
         return skipped("one GPU: nobody to talk to")
@@ -286,8 +286,8 @@ def _transports(run_dir: Path) -> list[str]:
 
 
 def _follows(name: str, found: dict[str, Any]) -> bool:
-    """Whether engines sampled by what was trained, and a version went over the network that was to: the first one, and
-    those that stay, are files, and so are changes where too much has changed."""
+    """Return whether engines sampled by what was trained, and a version went over the network that was to: the first
+    one, and those that stay, are files, and so are changes where too much has changed."""
     first, *later = found["logprob_diff"]
     wanted = name.split(",")[0]
     is_near = len(later) == STEPS - 1 and max(later) <= WORSE_AFTER * first + 1e-4 and found["kl"] < KL_LIMIT

@@ -21,7 +21,8 @@ def digests(sources: Sequence[Any]) -> dict[str, str]:
             count = source.num_tasks or 0
             picked = sorted({number * count // LOOKED_AT for number in range(LOOKED_AT)}) if count else []
             texts = [content(source.task(index)) for index in picked]
-        except Exception:  # noqa: BLE001 - a taskset's code: the episode that needs the task says why
+        except Exception as error:  # noqa: BLE001 - a taskset's code: the episode that needs the task says why
+            logger.debug(f"{source.name}: whether a resumed run has the same tasks cannot be told: {error}")
             continue
         if texts:
             found[source.name] = xxhash.xxh3_64_hexdigest("\0".join(texts).encode(errors="surrogatepass"))
